@@ -207,7 +207,7 @@ def claimable(look: Look, first: Look) -> tuple[Ints, Ints, Ints]:
 
 
 def _past(first: Look, leads: Ints, states: Bytes) -> Bools:
-    """Which of these lead samples, with slots in these states, are past."""
+    """A mask of the lead samples, with slots in these states, that are past."""
     size = first.ledger.size
     _, attempt, _ = place_of(leads, size)
     return past(leads, states, first.states_of(leads - attempt * size), first.ledger.fates.view(), size)

@@ -29,7 +29,6 @@ from busrl.status.state import VERSIONS, Held, ProcessRecord, RingRecord, RunSta
 from busrl.status.waits import reason_of
 from busrl.system.files import as_map, read_map
 from busrl.system.guardian import halted
-from busrl.topology.models import OF_TAG
 
 # -- runs and their processes ------------------------------------------------------------------------------------------
 
@@ -75,6 +74,7 @@ def files_of(pid: int) -> Iterator[Path]:
 
 # -- the ring ----------------------------------------------------------------------------------------------------------
 
+WORKERS: Final = ("learner", "rollout")  # that each model has for itself
 SILENT_S: Final = 1.0  # a stopped process is silent for longer than this
 HELD_PLACES: Final = (0, 4, 18, 19, 40)  # bits of the state, owner, class, group and call of a slot, packed
 COPIED: Final = ("role", "pid", "activity", "deadline_s", "busy_ns", "tokens", "samples", "version", "remote")
@@ -193,7 +193,7 @@ def _calls(paths: RunPaths, tag: str) -> Iterator[Calls]:
 def _workers(paths: RunPaths) -> tuple[ProcessRecord, ...]:
     """The learner and the engines of a model, of its ring."""
     with suppress(RingError), closing(Ring.attach(paths.ring_name, read_only=True)) as ring:
-        found = [_process_record(ring, process) for process in ring.processes() if process.role in OF_TAG]
+        found = [_process_record(ring, process) for process in ring.processes() if process.role in WORKERS]
         return tuple(replace(process, stopped=is_stopped(process)) for process in found)
     return ()
 
@@ -202,7 +202,8 @@ def _by_episode(lines: np.ndarray, group_size: int, seats: int) -> np.ndarray:
     """The lines, with the number of its episode in the place of the uid of each sample: that is in the calls of it."""
     if seats == 1 or not group_size:
         return lines
-    numbered, of_training = lines.copy(), lines["uid"] < VALIDATE_BIT
+    numbered: np.ndarray = lines.copy()
+    of_training = lines["uid"] < VALIDATE_BIT
     numbered["uid"][of_training] = episode_of(lines["uid"][of_training].astype(np.int64), group_size, seats)
     return numbered
 

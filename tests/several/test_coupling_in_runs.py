@@ -68,7 +68,7 @@ def judged(run: Run) -> np.ndarray:
 
 @pytest.mark.parametrize("unused", [0.5, pytest.param(0.1, marks=pytest.mark.slow),
                                     pytest.param(0.95, marks=pytest.mark.slow)])
-def test_episodes_that_do_not_use_a_seat_cost_its_model_no_other_group(
+def test_episodes_without_a_seat_cost_its_model_no_other_group(
     tmp_path: Path, several: Path, unused: float
 ) -> None:
     rare = ("model.judge.learner.trigger.n_min=1", "model.judge.max_steps=3") if unused > 0.9 else ()
