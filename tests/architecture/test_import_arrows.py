@@ -64,7 +64,7 @@ LOADED: dict[str, str] = {
 }
 
 HEAVY = {"torch", "transformers", "safetensors"}
-WITH_TENSORS = ("algorithms", "engines", "quickstart", "ranks", "routes", "training", "weights")  # parts that work on them
+WITH_TENSORS = ("algorithms", "engines", "quickstart", "ranks", "routes", "training", "weights")  # work on them
 REWARD_MODELS = {f"busrl.{kind.maker.partition(':')[0]}" for kind in REWARD_KINDS.values() if kind.has_model}
 WITH_A_MODEL = {
     "busrl.roles.learner", "busrl.roles.rollout", "busrl.service.adapters", "busrl.service.engine",
