@@ -54,6 +54,13 @@ def test_flat_groups_are_told_of_where_there_are_enough_of_them() -> None:
     assert "step 1: 95% of the last 80 groups were flat" in text and "mean reward of 0.25" in text
 
 
+def test_flat_groups_of_several_seats_are_told_seat_by_seat() -> None:
+    seats = {"seat/first/reward": 0.05, "seat/second/reward": 0.95, "seat/first/groups": 20}
+    (text,) = told(Alarms(), *(row(step, flat=0.95, ended=40) | seats for step in range(12)))
+    assert "entropy 0.5 (first 0.05, second 0.95 in the newest step): play has settled" in text
+    assert "the task is solved" not in text and "learner.entropy_coef" in text
+
+
 def test_all_cut_answers_raise_an_alarm_naming_the_end_token_first() -> None:
     assert told(Alarms(), *(row(step, cut=0.9) for step in range(12))) == []
     (text,) = told(Alarms(), *(row(step, cut=1.0) for step in range(12)))

@@ -221,6 +221,45 @@ def test_flat_groups_at_low_equal_or_mixed_rewards_are_still_an_alarm(tmp_path: 
     assert not idle.learnt
 
 
+def played(tmp_path: Path, *games: tuple[float, float], earlier: Sequence[float] = (0.0, 1.0)) -> Idling:
+    """Of a run whose model plays two seats, each of which ends a flat group with its reward of each of these games."""
+    base = topology()
+    made = Idling(replace(base, model=replace(base.model, seats=("first", "second"))), RunPaths.of(tmp_path))
+    made.look(view(), [])
+    made.add_rewards(earlier)
+    for group, reward in enumerate(reward for game in games for reward in game):
+        made.set_aside(lines(reward, reward), "f", sample, group)
+        made.look(view(ended=["ff"]), [])
+    return made
+
+
+def test_a_game_that_always_ends_alike_has_settled(tmp_path: Path) -> None:
+    idle = played(tmp_path, *[(1.0, 0.0)] * 20)
+    assert idle.solved and idle.learnt, "what one wins the other loses: no failure of the run"
+    text = idle.text(60)
+    assert "all 40 groups that ended since step 60 were flat, first always 1, second always 0: every episode" in text
+    assert "a habit that no seat tries to break" in text and "learner.entropy_coef" in text
+    for wrong in ("every prompt always", "reward.extract", "task is solved", "harder"):
+        assert wrong not in text and wrong not in idle.learnt_text(60, 90)
+    assert "The run goes on to step 90" in idle.learnt_text(60, 90)
+
+
+@pytest.mark.parametrize("games", [[(1.0, 0.0), (0.0, 1.0)] * 10, [(0.0, 0.0)] * 20, [(0.5, 0.0)] * 20])
+def test_games_that_vary_or_that_nobody_wins_have_not_settled(
+    tmp_path: Path, games: list[tuple[float, float]]
+) -> None:
+    idle = played(tmp_path, *games)
+    assert not idle.solved and not idle.learnt
+    if games[0] != games[1]:
+        assert "all rewards of each group were equal: first 0 to 1, second 0 to 1" in idle.text(3)
+
+
+def test_seats_that_share_one_reward_are_told_to_have_their_own(tmp_path: Path) -> None:
+    idle = played(tmp_path, *[(1.0, 1.0)] * 20, earlier=())
+    assert not idle.solved and "return a map from each seat to its reward" in idle.text(0)
+    assert "return a map" not in played(tmp_path, *[(0.0, 0.0)] * 20, earlier=()).text(0)
+
+
 def test_groups_set_aside_before_a_step_are_reported_with_their_rewards(tmp_path: Path) -> None:
     idle = idling(tmp_path)
     ends_flat(idle, 0.0, 0.0)

@@ -127,7 +127,7 @@ def _joined(parts: Iterable[Ints]) -> Ints:
 # -- the newest steps ----------------------------------------------------------
 
 K3_HIGH, MOVED_STEPS = 0.3, 3
-FLAT = "flat"
+FLAT, SEAT, REWARD = "flat", "seat/", "/reward"
 FLAT_HIGH, FLAT_OVER, FLAT_GROUPS = 0.9, 0.8, 64  # it begins above the first, is over below the second
 CUT_HIGH, CUT_ANSWERS = 0.99, 64  # of at least so many answers
 STEPS = 10
@@ -175,10 +175,15 @@ class Alarms:
         ended, flat = self._of_all("groups_ended", "flat_share")
         if ended < FLAT_GROUPS or flat <= (FLAT_OVER if FLAT in self._on else FLAT_HIGH):
             return ""
+        seats = [f"{key.split('/')[1]} {row[key]:.3g}" for key in row if key.startswith(SEAT) and key.endswith(REWARD)]
+        why = (
+            f"({', '.join(seats)} in the newest step): play has settled, on the best or on a habit that no seat tries "
+            "to break (a higher learner.entropy_coef keeps seats trying), or it is too hard for this model"
+        ) if seats else "the task is solved, too hard for this model, or its answers have become all the same"
         return (
             f"{flat:.0%} of the last {ended:g} groups were flat (all rewards of a group equal, nothing to learn from), "
-            f"at a mean reward of {self._of_all('groups_ended', 'reward')[1]:.3g} and entropy {row['entropy']:.2g}: "
-            "the task is solved, too hard for this model, or its answers have become all the same; see samples.jsonl"
+            f"at a mean reward of {self._of_all('groups_ended', 'reward')[1]:.3g} and entropy {row['entropy']:.2g}"
+            f"{' ' if seats else ': '}{why}; see samples.jsonl"
         )
 
     def _cut(self, row: Mapping[str, Any]) -> str:
@@ -218,7 +223,16 @@ SOLVED = (
     "the best that this run has seen: nothing is left to learn from these prompts. If a better reward exists, the "
     "policy has collapsed to one kind of answer: see samples.jsonl; else the task is solved: train on harder prompts"
 )
-NEWEST = 64  # flat groups, of which MOSTLY with the best reward mean that the task is learnt
+SETTLED = (
+    "every episode now ends alike: where seats compete, play has settled and teaches nothing more. It may be the best "
+    "play, or a habit that no seat tries to break: see samples.jsonl, and let it play another model, an older one say "
+    "(docs/several-models.md). A higher learner.entropy_coef keeps seats trying"
+)
+SHARED = (
+    "; an episode that returns one number gives it to every seat: where they compete, return a map from each seat to "
+    "its reward"
+)
+NEWEST = 64  # flat groups of a seat, of which MOSTLY with the best reward mean that the task is learnt
 ALWAYS = (
     "no answer ever had another reward: either the prompts are too easy for this model, or the reward gives this to "
     "every answer (reward.extract or the function, data.answer_key); see the answers in samples.jsonl"
@@ -240,7 +254,8 @@ REMEDY = {
 
 @dataclass
 class FlatStreak:
-    """The flat groups of a streak: their lowest and highest reward, and how many answers had each."""
+    """The flat groups of a streak: their lowest and highest reward, and how many answers had each. `seats`: lowest and
+    highest of each seat, where there are several."""
 
     low: float = np.inf
     high: float = -np.inf
@@ -248,10 +263,25 @@ class FlatStreak:
     counts: Counter[float] = field(default_factory=Counter)  # of answers, at the lowest and at the highest reward
     cut: int = 0  # at the length limit
     last: dict[str, object] | None = None  # an answer, as in samples.jsonl
+    seats: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def settled(self) -> bool:
+        """True if each of several seats always had the same reward."""
+        return len(self.seats) > 1 and all(low == high for low, high in self.seats.values())
+
+    def by_seat(self) -> str:
+        """Rewards of each seat, as words."""
+        return ", ".join(
+            f"{name} always {low:g}" if low == high else f"{name} {low:g} to {high:g}"
+            for name, (low, high) in sorted(self.seats.items())
+        )
 
     def text(self) -> str:
         worth = f"every reward was {self.low:g}"
-        if self.low < self.high:
+        if self.low < self.high and self.seats:
+            worth = f"all rewards of each group were equal: {self.by_seat()}"
+        elif self.low < self.high:
             worth = (
                 "all rewards of each group were equal: every prompt always gets the same reward, "
                 f"{self.counts[self.high] / self.answers:.0%} of the answers the highest ({self.high:g}), "
@@ -260,9 +290,12 @@ class FlatStreak:
         cut = f", {self.cut / self.answers:.0%} of the answers were cut at generation.max_new_tokens"
         return f"{worth}{cut if self.cut else ''}"
 
-    def add(self, rewards: npt.NDArray[np.float64]) -> None:
+    def add(self, rewards: npt.NDArray[np.float64], seat: str = "") -> None:
         """Count the rewards of a group, which are all equal."""
         self.answers += len(rewards)
+        if seat:
+            low, high = self.seats.get(seat, (np.inf, -np.inf))
+            self.seats[seat] = min(low, *rewards), max(high, *rewards)
         self.counts.update(rewards.tolist())
         self.low, self.high = min(self.counts), max(self.counts)
         self.counts = Counter({edge: self.counts[edge] for edge in (self.low, self.high)})
@@ -279,18 +312,20 @@ class Idling:
     - A streak of flat groups at the best reward of the run, where others were lower, ends the run as successful. The
       run cannot know whether a better reward exists, so the text gives the numbers, and says that a collapse to one
       kind of answer looks the same.
+    - Of several seats one has the best reward, and each of the others its own: what one wins another may lose.
     """
 
     def __init__(self, topology: Topology, paths: RunPaths) -> None:
         wanted, n_min = topology.limits.idle_groups, topology.learner.trigger.n_min
         self.limit = max(LEAST, AUTO * n_min) if isinstance(wanted, str) else wanted
         self._auto, self._episodes = isinstance(wanted, str), topology.has_callers
-        self.paths, self._n_min = paths, n_min
+        self.paths, self._n_min, self._seats = paths, n_min, topology.seats
         self._usable = self._ended = 0  # groups in this life; those that ended unused, without the streak
         self._ready: set[int] = set()
         self._looked, self._unused = False, 0
         self._worst, self._best = np.inf, -np.inf  # rewards of the run
-        self._newest: deque[float] = deque(maxlen=NEWEST)  # lowest rewards of flat groups, whatever was trained between
+        # Lowest rewards of each seat's flat groups, whatever was trained between.
+        self._newest: dict[str, deque[float]] = {name: deque(maxlen=NEWEST) for name in self._seats}
         self._since_look = FlatStreak()  # set aside, and not yet counted
         self._recall()
         self._begin()
@@ -338,14 +373,17 @@ class Idling:
         if len(rewards):
             self._worst, self._best = min(self._worst, *rewards), max(self._best, *rewards)
 
-    def set_aside(self, lines: npt.NDArray[Any], fate: str, sample: Callable[[], dict[str, object]]) -> None:
-        """A group is about to be dropped; of a flat one `sample` gives an answer to show."""
+    def set_aside(
+        self, lines: npt.NDArray[Any], fate: str, sample: Callable[[], dict[str, object]], group: int = 0
+    ) -> None:
+        """A group is about to be dropped; of a flat one `sample` gives an answer to show. Its number tells its seat."""
         self.add_rewards(lines["reward"].tolist())
         if fate == Fate.FLAT.letter and len(lines):
-            self._newest.append(float(lines["reward"].min()))
+            seat = self._seats[group % len(self._seats)]
+            self._newest[seat].append(float(lines["reward"].min()))
             cut, last = int(np.count_nonzero(lines["finish"] == Finish.LENGTH)), sample()
             for streak in {id(flat): flat for flat in (self.flat, self._since_look)}.values():
-                streak.add(lines["reward"])
+                streak.add(lines["reward"], seat if self._several else "")
                 streak.cut += cut
                 streak.last = last
 
@@ -376,21 +414,29 @@ class Idling:
         return range(before + 1, reached + 1)
 
     @property
+    def _several(self) -> bool:
+        return len(self._seats) > 1
+
+    @property
     def solved(self) -> bool:
-        """True if all answers of the streak had the best reward of the run, which is not the only one there was."""
+        """True if all answers of the streak had the best reward of the run, which is not the only one there was; of
+        several seats, if those of one had it and each other seat always had the same."""
         flat = self.flat
-        level = flat.answers > 0 and flat.low == flat.high == self._best > self._worst
+        level = flat.answers > 0 and flat.high == self._best > self._worst and (flat.low == flat.high or flat.settled)
         return level and self.causes[Fate.FLAT.letter] >= MOSTLY * self.streak
 
     @property
     def learnt(self) -> bool:
-        """True if nearly all of the newest flat groups have the best reward of the run: all their answers are right."""
-        best = sum(reward == self._best for reward in self._newest)
-        return bool(self._newest) and self._best > self._worst and best >= MOSTLY * len(self._newest)
+        """True if nearly all of the newest flat groups have the best reward of the run: all their answers are right. Of
+        several seats that is so of one, and nearly all groups of each other seat have one reward too."""
+        usual = [usual_of(newest) for newest in self._newest.values()]
+        return None not in usual and self._best in usual and self._best > self._worst
 
     def learnt_text(self, step: int, last: int) -> str:
         """Advice for a run whose task is learnt; the run is at `step` of `last`."""
         ends = f", or until {self.patience} groups in a row teach nothing (limits.idle_groups)" if self.limit else ""
+        if self._several:
+            return f"step {step}: nearly {SETTLED}. The run goes on to step {last}{ends}"
         return (
             f"step {step}: the task is learnt: nearly all groups that teach nothing have the best reward that this run "
             f"has seen ({self._best:g}) for every answer. Train on harder prompts (data.train), or end the run (busrl "
@@ -404,7 +450,9 @@ class Idling:
         share = f"all {self.streak}" if count == self.streak else f"{count} of {self.streak}"
         since = f"since step {step}" if step else "since the start"
         head = f"{share} groups that ended {since}: {fate_name(cause)}"
-        if self.solved:
+        if self.solved and self.flat.low < self.flat.high:
+            parts = [f"{share} groups that ended {since} were flat, {self.flat.by_seat()}: {SETTLED}", self._answer()]
+        elif self.solved:
             head = f"{share} groups that ended {since} were flat with a reward of {self.flat.low:g}"
             parts = [f"{head}, {SOLVED}", self._answer()]
         elif self._playing_fails:
@@ -414,7 +462,8 @@ class Idling:
         elif cause == Fate.FLAT.letter:
             always = self.flat.answers > 0 and self._worst == self._best > 0
             seen = self.flat.text() if self.flat.answers else ""
-            parts = [ALWAYS if always else REMEDY[cause], head, seen, self._answer()]
+            why = f"{ALWAYS}{SHARED if self._several else ''}" if always else REMEDY[cause]
+            parts = [why, head, seen, self._answer()]
         else:
             error = last_error(self.paths, (WHERE.get(cause, ""),))
             parts = [error and f"the last error: {error}", REMEDY[cause], head]
@@ -435,6 +484,12 @@ def cause_of(fates: npt.NDArray[np.uint8]) -> str:
     rule = next((fate for fate in BY_RULE if counts[fate]), "")
     other = Fate.UNUSED.letter if counts[Fate.UNUSED.letter] else Fate.INCOMPLETE.letter
     return rule or (accidents.most_common(1)[0][0] if accidents else other)
+
+
+def usual_of(rewards: Collection[float]) -> float | None:
+    """The reward that nearly all are equal to; None where there is none."""
+    ((reward, count),) = Counter(rewards).most_common(1) or [(0.0, 0)]
+    return reward if count and count >= MOSTLY * len(rewards) else None
 
 
 def last_error(paths: RunPaths, where: Sequence[str]) -> str:

@@ -210,7 +210,7 @@ class IdleWatch(StepObserver):
         self.solved = self._noted = False
 
     def set_aside(self, group: RestingGroup) -> None:
-        self.idling.set_aside(group.lines, group.fate, group.sample)
+        self.idling.set_aside(group.lines, group.fate, group.sample, group.draw)
 
     def after(self, step: FinishedStep, row: Mapping[str, Any]) -> None:
         self.idling.add_rewards([sample.reward for sample in step.record.samples])
