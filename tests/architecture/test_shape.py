@@ -26,6 +26,7 @@ REASONS: dict[str, str] = {
     "busrl.preflight.colocation": "what processes on one device need together: sums that are tested without one",
     "busrl.service.tenants": "adapters, one of the two kinds of models that a tuner may have, beside `whole`",
     "busrl.preflight.tuner_memory": "the sums of another process than the learner, whose they would be taken for",
+    "busrl.engines.vllm.routes": "joins routes to answers, apart from how vLLM is driven, and tested without it",
     "busrl.rewards.model": "the one file of rewards that imports torch, in a child that has a model",
 }
 

@@ -70,7 +70,7 @@ def joined(routes: Routes, *ended: Running) -> list[Running]:
 
 
 @pytest.mark.parametrize("skips", [True, False])
-def test_rows_of_vllm_are_cut_to_what_was_asked_and_to_layers_with_experts(skips: bool) -> None:
+def test_rows_of_vllm_are_cut_to_what_was_asked(skips: bool) -> None:
     routes, running = Routes(Workers(), ROUTING, native=True, skips=skips), answer(3, routes_from=4)
     assert routes.settings(running) == ({"routed_experts_prompt_start": 4} if skips else {})
     whole = rows_of(5 + 2 + 3 - 1)
@@ -133,7 +133,7 @@ def test_two_requests_of_one_sample_have_names_of_their_own() -> None:
     assert first.id != second.id and first.id.endswith("1.1.0")
 
 
-def test_a_vllm_that_cannot_or_does_not_say_is_refused_with_a_remedy() -> None:
+def test_a_vllm_that_cannot_say_is_refused_with_a_remedy() -> None:
     with pytest.raises(UserError, match=r'vLLM 0.32.0 cannot say .*: no router; set learner.routes = "own"'):
         Routes(Workers("no router"), ROUTING, native=False, skips=True)
     routes = Routes(Workers(), ROUTING, native=True, skips=True)

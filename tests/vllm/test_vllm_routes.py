@@ -134,7 +134,7 @@ def test_routes_in_float32_are_those_of_a_plain_forward_pass(moe: Mixture) -> No
     assert sum(other for other, _ in counts) == 0
 
 
-def test_a_prefix_found_in_the_cache_has_the_routes_of_who_computed_it(moe: Mixture) -> None:
+def test_a_cached_prefix_has_the_routes_of_who_computed_it(moe: Mixture) -> None:
     asked = request(1, prompt(100, 90), 20)
     first = moe.run(asked)[1]
     again = [request(key, prompt(100, 90), 20) for key in range(2, 6)]
@@ -269,6 +269,6 @@ def test_new_weights_and_their_routes_explain_every_token(tmp_path: Path, dtype:
         assert np.quantile(replayed, 0.99) <= 0.25 * np.quantile(own, 0.99)
 
 
-def test_a_model_of_other_layers_than_the_run_says_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_model_of_other_layers_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r'routers in the layers \[0, 1, 3, 4, 5\], .*learner.routes = "own"'):
         Mixture(tmp_path / "model", layers=(0, 1, 2, 3, 4, 5))

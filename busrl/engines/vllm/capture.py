@@ -12,6 +12,7 @@ model's routers and to the batch of vLLM's first model runner. Knows nothing of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,23 @@ def objection(runner: Any, layers: list[int]) -> str:
     if (groups := len(runner.kv_cache_config.kv_cache_groups)) != 1:
         return f"the layers of this model have {groups} kinds of caches: {MISSES}"
     return ""
+
+
+def watch(runner: Any, file: Callable[[], None], leave: Callable[[str], None]) -> None:
+    """Have `file` called after each forward pass of a runner, and `leave` before a request leaves its batch."""
+    batch = runner.input_batch
+    forward, remove = runner._model_forward, batch.remove_request
+
+    def model_forward(*args: Any, **more: Any) -> Any:
+        output = forward(*args, **more)
+        file()
+        return output
+
+    def remove_request(name: str) -> Any:
+        leave(name)
+        return remove(name)
+
+    runner._model_forward, batch.remove_request = model_forward, remove_request
 
 
 def _model_of(runner: Any) -> Any:
@@ -69,7 +87,7 @@ class Capture:
         self._taken: set[str] = set()  # while they are in the batch
         for layer, router in _routers(_model_of(runner)):
             router.set_capture_fn(self._noting(layers.index(layer)))
-        self._watch()
+        watch(runner, self._file, self._leave)
 
     def take(self, name: str, begin: int, end: int) -> bytes:
         """Routes of the positions from `begin` to `end` of a request that has ended, which is then forgotten; nothing
@@ -87,21 +105,6 @@ class Capture:
         return len(self._rows)
 
     # -- in a step of the runner -----
-
-    def _watch(self) -> None:
-        """Be called after each forward pass, and before a request leaves the batch."""
-        forward, remove = self._runner._model_forward, self._batch.remove_request
-
-        def model_forward(*args: Any, **more: Any) -> Any:
-            output = forward(*args, **more)
-            self._file()
-            return output
-
-        def remove_request(name: str) -> Any:
-            self._leave(name)
-            return remove(name)
-
-        self._runner._model_forward, self._batch.remove_request = model_forward, remove_request
 
     def _noting(self, place: int) -> Any:
         def note(ids: Any) -> None:
