@@ -77,7 +77,7 @@ def chances_of(folder: Path, texts: Sequence[str]) -> dict[str, dict[str, float]
         ids[place, : len(row)] = torch.tensor(row)
     with torch.no_grad():
         logits = model(input_ids=ids).logits[torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in rows])]
-    words = tokenizer.convert_ids_to_tokens(range(logits.shape[-1]))
+    words = tokenizer.convert_ids_to_tokens(list(range(logits.shape[-1])))
     return {text: dict(zip(words, row)) for text, row in zip(texts, torch.softmax(logits.double(), -1).tolist())}
 
 

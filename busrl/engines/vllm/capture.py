@@ -132,7 +132,8 @@ class Capture:
         table = self._batch.block_table[0]
         size = int(table.block_size)
         blocks: npt.NDArray[np.int64] = table.get_numpy_array()[owner, positions // size].astype(np.int64)
-        return blocks * size + positions % size
+        places: npt.NDArray[np.int64] = blocks * size + positions % size
+        return places
 
     def _leave(self, name: str) -> None:
         """A request leaves the batch."""
