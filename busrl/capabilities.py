@@ -220,6 +220,12 @@ CAPABILITIES: tuple[Capability, ...] = (
         "messages": "service.messages:MESSAGES", "chapters": "service.report:chapter"}, commands=(
         Command("tinker-key", "make a key for clients of a service, and print what its topology needs",
             "service.keys:key_options", "See docs/service.md."),)),
+    Capability("teachers", "several teachers, or teachers behind endpoints", plugs={
+        "maker": "teachers.several:TeacherMaker", "checks": "teachers.rules:CHECKS",
+        "store": "teachers.posted:Store", "posted_rows": "teachers.posted:posted_rows",
+        "step_observers": "teachers.of_groups:observers"}, asks={
+        "learner.teacher": lambda topology: bool(topology.learner.teacher),
+        "learner.teacher_top": lambda topology: topology.learner.teacher_top == "student"}),
     Capability("simulate", "simulations", commands=SIMULATE_COMMANDS),
     Capability("rewards/box", "boxes for code that a model wrote", plugs={
         "check_facts": "rewards.box.checks:facts", "machine_looks": "rewards.box.checks:look"},

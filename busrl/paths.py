@@ -78,6 +78,7 @@ class RunPaths:
     control = _Named("control.jsonl", of_run=True)  # what was asked of the run while it ran, and what became of it
     control_key = _Named("control.key", of_run=True)  # who may read it may ask; for the owner alone
     serve_key = _Named("serve.key", of_run=True)  # what clients claim episodes with; for the owner alone
+    taught = _Named("taught")  # a file per posted group: what a teacher said of it (learner.teacher.posted)
     atropos_seen = _Named("atropos.seen")  # digests of the groups that environments posted and that were kept
     hosts_now = _Named("hosts.json")  # what home's relay last received from each host
     hosts = _Named("hosts.jsonl")  # when other hosts started, joined, fell silent, came back, were replaced, went

@@ -59,6 +59,7 @@ ENDS = (f"{ANSWERS}::test_every_end_token_of_the_generation_config_ends_an_answe
 RUN = (WHOLE_RUN,)
 TEMPLATE, FORKS, FORKED = "busrl/system/template.py", ("tests/launcher/test_forks.py",), ("tests/system/test_template.py",)
 RANKS, TEAM = ("tests/training/test_ranks.py",), "tests/training/test_team.py"
+TEACHERS = ("tests/teachers/test_teachers.py",)
 RANK_READS = ("tests/training/test_team_options.py::test_reference_and_teacher_of_a_rank_have_the_draws_temperature",)
 HEAD = "busrl/training/head.py"
 OPTIMIZERS, OPTIMISER_TESTS = "busrl/training/optimizers.py", ("tests/training/test_optimizers.py",)
@@ -511,6 +512,22 @@ MUTANTS = (
            "values, ids = logits[:, :limit].topk(", "values, ids = logits.topk(", ("tests/algorithms/test_teacher.py",)),
     Mutant("what a teacher says at masked tokens counts", LOSSES,
            '"teacher_logprobs", "student_logprobs")', ")", ("tests/algorithms/test_teacher.py",)),
+    Mutant("a teacher's answer that is shifted by a position is taken", "busrl/teachers/answers.py",
+           "if token not in {number for number, _ in pairs}:", "if False:", TEACHERS),
+    Mutant("a teacher's answer with fewer positions is taken", "busrl/teachers/answers.py",
+           "if len(positions) != len(piece.ids):", "if False:", TEACHERS),
+    Mutant("an endpoint's tokenizer is not looked at", "busrl/teachers/answers.py",
+           "if tokens == probe.text_ids:", "if True:", TEACHERS),
+    Mutant("what a teacher did not name counts as a token", "busrl/training/scorer.py",
+           "student.masked_fill(taught <= catalog.FEWER, catalog.FEWER)", "student", TEACHERS),
+    Mutant("files of posted teachers go while the log needs them", "busrl/teachers/of_groups.py",
+           "self._store.remove(self._covered)", "self._store.remove(self._covered + self._waiting)", TEACHERS),
+    # -- rows that sequences share
+    Mutant("a fork sees the rows before another", "busrl/training/packing.py",
+           "np.array([contexts[node.parent] for node in nodes])", "np.zeros(len(nodes), np.int64)",
+           ("tests/training/test_packing.py",)),
+    Mutant("positions behind a shared stretch begin again", "busrl/training/packing.py",
+           "np.repeat([node.begin for node in nodes], lengths)", "0", ("tests/training/test_packing.py",)),
     # -- a value head
     Mutant("an advantage forgets the value after its token", VALUES,
            "gamma * value[:, t + 1] - value[:, t]", "-value[:, t]", VALUE_TESTS),

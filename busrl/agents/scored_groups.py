@@ -15,11 +15,12 @@ import hashlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from aiohttp import web
 
 from busrl.agents import openai
@@ -35,13 +36,15 @@ IGNORED = -100  # in a mask: the token is not trained
 MOST_GROUPS, MOST_ENVIRONMENTS, LONGEST_NAME = 256, 1024, 200
 LIST_BYTES = 64 << 20  # of a list of groups; more where a group alone may be larger
 ZIPPED_BYTES = 1000  # longer answers are compressed for clients that accept that
-NOT_TRAINED = ("advantages", "images", "overrides", "group_overrides", "distill_token_ids", "distill_logprobs")
+NOT_TRAINED = ("advantages", "images", "overrides", "group_overrides")
+TAUGHT = ("distill_token_ids", "distill_logprobs")
 log = logging.getLogger("busrl")
 Token = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
 class Group(msgspec.Struct):
-    """`POST /scored_data`; a group with a field of NOT_TRAINED is refused."""
+    """`POST /scored_data`; a group with a field of NOT_TRAINED is refused, and so are those of TAUGHT without a teacher
+    whose probabilities are posted."""
 
     tokens: list[list[Token]]
     masks: list[list[Token]]
@@ -57,7 +60,9 @@ class Group(msgspec.Struct):
 
     def digest(self) -> bytes:
         """16 bytes that are equal for copies of a group."""
-        content = (self.env_id, self.tokens, self.masks, self.scores, self.inference_logprobs)
+        content: tuple[Any, ...] = (self.env_id, self.tokens, self.masks, self.scores, self.inference_logprobs)
+        if _says(self.distill_token_ids):
+            content += (self.distill_token_ids, self.distill_logprobs)
         return hashlib.blake2b(msgspec.json.encode(content), digest_size=16).digest()
 
 
@@ -103,16 +108,27 @@ class Trainer(Protocol):
 # -- the rules for a group -----
 
 Decode = Callable[[Sequence[int]], str]
+# Of a sequence: its posted ids and log-probabilities of a teacher, the mask of its trained tokens, how many are kept of
+# each, the size of the vocabulary. ValueError for what breaks a rule.
+ReadTaught = Callable[[Any, Any, npt.NDArray[np.bool_], int, int], Any]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """`size`: the sequences of a group; `limits`: of each sequence; `ends`: ids that end a turn of the model."""
+    """`size`: the sequences of a group; `limits`: of each sequence; `ends`: ids that end a turn of the model;
+    `taught`: reads what a teacher said of a sequence, `teacher_k` tokens of each; None where groups may not have it."""
 
     size: int
     vocabulary: int
     limits: EpisodeLimits
     ends: frozenset[int]
+    taught: ReadTaught | None = None
+    teacher_k: int = 0
+
+    @property
+    def numbers_per_token(self) -> int:
+        """The numbers of a posted token, in relation to one without a teacher."""
+        return 1 if self.taught is None else 1 + self.teacher_k
 
     def members(self, group: Group, decode: Decode, version: int, step: int) -> list[Trajectory]:
         """The sequences of a group as episodes, whose turns are the spans that their masks train; CallRefused names the
@@ -126,7 +142,29 @@ class Rules:
             if (count := len(getattr(group, name))) != self.size:
                 raise _refused(name, f"has {count} entries: must be the {self.size} of a group (groups.size)")
         parts = enumerate(zip(group.tokens, group.masks, group.inference_logprobs))
-        return [self._episode(*self._arrays(i, *part), decode, version, step) for i, part in parts]
+        members = [self._episode(*self._arrays(i, *part), decode, version, step) for i, part in parts]
+        return [replace(member, taught=taught) for member, taught in zip(members, self._taught(group))]
+
+    def _taught(self, group: Group) -> list[Any]:
+        """Read what a teacher said of each sequence; None each where there is no teacher."""
+        if self.taught is None:
+            for name in TAUGHT:
+                if _says(getattr(group, name)):
+                    raise _refused(name, "cannot be used here: the run has no [[learner.teacher]] with posted = true")
+            return [None] * self.size
+        for name in TAUGHT:
+            values = getattr(group, name)
+            if not isinstance(values, list) or len(values) != self.size:
+                rule = f"must have {self.size} entries, of the sequences of a group: its teacher is posted"
+                raise _refused(name, rule)
+        rows = []
+        for i, (ids, logprobs) in enumerate(zip(group.distill_token_ids, group.distill_logprobs)):
+            trained = np.array(group.masks[i], np.int32) != IGNORED
+            try:
+                rows.append(self.taught(ids, logprobs, trained, self.teacher_k, self.vocabulary))
+            except ValueError as problem:
+                raise _refused(f"distill_token_ids[{i}], distill_logprobs[{i}]", str(problem)) from None
+        return rows
 
     def _arrays(self, i: int, tokens: list[int], masks: list[int], scores: list[float]) -> tuple[Any, Any, Any]:
         """The ids of sequence `i`, the spans [turn, 2] that are trained, and the log-probabilities of those."""
@@ -211,7 +249,8 @@ class AtroposServer(EpisodeServer):
                  port: int, name: str, key: str, tell: Callable[[str], object] = log.warning) -> None:
         super().__init__(rules.limits.context, renderer, sampling, host, port, name, tell=tell,
                          keys=CallerKeys(key, trainer))
-        group = ROOM_BYTES + TOKEN_BYTES * min(rules.limits.context, rules.limits.tokens) * rules.size
+        tokens = min(rules.limits.context, rules.limits.tokens) * rules.size
+        group = ROOM_BYTES + TOKEN_BYTES * tokens * rules.numbers_per_token
         self._posts = {"scored_data": group, "scored_data_list": max(group, min(LIST_BYTES, MOST_GROUPS * group))}
         self._trainer, self._rules, self._renderer, self._name, self._key = trainer, rules, renderer, name, key
         self._environments: list[Environment] = []

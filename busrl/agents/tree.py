@@ -261,11 +261,13 @@ class Turn:
 @dataclass(frozen=True)
 class Trajectory(EpisodeArrays):
     """An episode for training. `text`: of the last turn, without its end; `step`: the learner's step that made the
-    oldest version of a trained turn; `undelivered`: the number of turns that were left out."""
+    oldest version of a trained turn; `undelivered`: the number of turns that were left out; `taught`: what a teacher
+    said of it, where that was posted with it."""
 
     text: str
     step: int
     undelivered: int
+    taught: Any = field(default=None, kw_only=True)
 
 
 class Tree:

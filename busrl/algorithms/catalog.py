@@ -19,6 +19,9 @@ from typing import Any
 NO_DUAL = 1000.0  # the largest value of learner.dual_clip: as good as none
 
 
+FEWER = -1e5  # log-probability in the place of a token that a teacher did not name: such a one counts nothing
+
+
 @dataclass(frozen=True)
 class OfLimit:
     """A value of a recipe: the limit of an answer in tokens over `parts`."""

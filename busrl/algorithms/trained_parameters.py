@@ -1,4 +1,5 @@
-"""Parameters that a run trains, by `learner.train_layers`: numbers of layers, and parts of names.
+"""Parameters that a run trains, by `learner.train_layers`: numbers of layers, and parts of names. `lora.layers` has the
+numbers alone.
 
 Also read by the configuration: works on names alone, without a model, and imports nothing but the standard library.
 
@@ -47,6 +48,11 @@ def parsed(text: str) -> list[Item]:
             raise ValueError(f"{part!r} begins after its end")
         items.append(Item(part, first, last))
     return items
+
+
+def highest(text: str) -> int:
+    """The highest number of a layer that is named; -1 where none is."""
+    return max((item.last for item in parsed(text)), default=-1)
 
 
 def chosen(text: str, names: Iterable[str]) -> tuple[set[str], list[str]]:

@@ -275,6 +275,7 @@ def _named_files(topology: Topology) -> dict[str, NamedFile]:
     }
     models = {f"reward.part.{n}.path": (part.path, "rewards") for n, part in enumerate(parts)}
     models |= {"model.reference": (model.reference, "KL terms"), "model.teacher": (model.teacher, "its targets")}
+    models |= {f"learner.teacher.{n}.path": (row.path, "its targets") for n, row in enumerate(learner.teacher)}
     rows = {key: (path, OTHER_PROMPTS, False) for key, path in data.items() if not path.startswith(TINY)}
     for key, (function, what) in functions.items():
         if (file := function.rpartition(":")[0]).endswith(".py"):

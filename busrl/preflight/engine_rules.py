@@ -13,6 +13,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from busrl.algorithms import trained_parameters
 from busrl.engines import vllm_versions
 from busrl.engines.vllm_versions import ASCEND, CPU_BLOCK, LORA_RANKS, version_of
 from busrl.preflight.findings import Check, Clash, EntryClash, Finding, clashes, entry_clashes, unlike
@@ -56,7 +57,11 @@ TABLE = (
     # -- adapters
     Clash(("weights.transport", "lora.rank"), lambda t: t.weights.transport in ADAPTERS and t.lora.rank == 0,
           'its versions are LoRA adapters, and none is trained; set lora.rank, for example 8, or transport = "shm"'),
-    *(_read_with_lora(name) for name in ("alpha", "targets", "dropout")),
+    *(_read_with_lora(name) for name in ("alpha", "targets", "dropout", "layers", "experts")),
+    Clash(("lora.experts", "lora.dropout"), lambda t: t.lora.experts and t.lora.dropout and t.lora.rank,
+          "an adapter of experts has no dropout; set dropout = 0, or experts = false"),
+    Clash(("lora.experts", "process"), lambda t: t.lora.experts and t.lora.rank and t.ranks > 1,
+          "several ranks cannot adapt experts, which they have in parts; ranks = 1, or experts = false"),
     Clash(("learner.train_layers", "lora.rank"), lambda t: t.learner.train_layers and t.lora.rank,
           "an adapter is all that is trained: the base is frozen; lora.targets says where it is, or lora.rank = 0"),
     Clash(("lora.dropout",), lambda t: t.lora.dropout and t.lora.rank,
@@ -122,7 +127,13 @@ TABLE = (
     _read_by_chats("template_arguments", "template"),
     _read_by_chats("tools_key", "place for tools"),
 )
+NO_EXPERTS = EntryClash(
+    ("lora.experts", "weights.transport", ".engine"),
+    lambda t, _: t.lora.experts and t.lora.rank and t.weights.transport in ADAPTERS,
+    'it takes no adapter of experts; a transport that sends merged weights, as "shm", or experts = false',
+)
 OPENAI = (  # where an engine is an endpoint
+    NO_EXPERTS,
     EntryClash(
         ("openai.update", "weights.mode", ".engine"),
         lambda t, _: t.openai.update == "none" and t.weights.mode != "fully-async",
@@ -169,6 +180,7 @@ VLLM = (  # where an engine is vLLM
             f"a process not ready after limits.ready_s is killed; set limits.ready_s to {t.vllm.start_s:g} or more"
         ),
     ),
+    NO_EXPERTS,
     EntryClash(("lora.rank", "weights.transport", ".engine"),
                lambda t, _: t.lora.rank > LORA_RANKS[-1] and t.weights.transport in ADAPTERS,
                'vLLM takes no adapter of a rank above 512; set lora.rank to 512 or less, or transport = "shm"'),
@@ -207,6 +219,11 @@ def _lora(t: Topology) -> Iterator[Finding]:
         if not name or "." in name:
             rule = f"{name!r} is not the last name of a layer: every layer whose name ends with it gets an adapter"
             yield Finding(("lora.targets",), rule, 'for example ["q_proj", "v_proj"]')
+    try:
+        if named := [item.text for item in trained_parameters.parsed(t.lora.layers) if item.first < 0]:
+            yield Finding(("lora.layers",), f"{named[0]!r} is no number of a layer", "lora.targets has names")
+    except ValueError as wrong:
+        yield Finding(("lora.layers",), str(wrong), 'for example "20-31", or "" for all')
 
 
 def _outside(t: Topology) -> Iterator[Finding]:

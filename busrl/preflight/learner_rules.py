@@ -23,6 +23,10 @@ UNTAUGHT = tuple(name for name, facts in catalog.LOSS_FACTS.items() if not facts
 CONTROLLER, THRESHOLDS = "learner.controller", "experiments.controller"
 
 
+def _has_teacher(t: Topology) -> bool:
+    return bool(t.model.teacher or t.learner.teacher)
+
+
 def _read_by_value_head(key: str, changed: Callable[[Topology], bool]) -> Clash:
     return Clash((key, "learner.advantage"), lambda t: changed(t) and t.learner.advantage != catalog.GAE,
                  'only a value head reads it; advantage = "gae" (recipe = "ppo" sets it), or remove it', warning=True)
@@ -111,9 +115,9 @@ TABLE = (
           'no KL is computed; kl = "k3", or remove kl_coef'),
     Clash(("model.reference", "learner.kl"), lambda t: t.model.reference and t.learner.kl == "none",
           'nothing reads the reference; kl = "k3", or remove it', warning=True),
-    Clash(("learner.loss", "model.teacher"), lambda t: t.learner.loss == "topk_kl" and not t.model.teacher,
+    Clash(("learner.loss", "model.teacher"), lambda t: t.learner.loss == "topk_kl" and not _has_teacher(t),
           'there is no teacher to learn from; set model.teacher to its folder'),
-    Clash(("learner.teacher_coef", "model.teacher"), lambda t: t.learner.teacher_coef and not t.model.teacher,
+    Clash(("learner.teacher_coef", "model.teacher"), lambda t: t.learner.teacher_coef and not _has_teacher(t),
           'there is no teacher to learn from; set model.teacher to its folder, or teacher_coef = 0'),
     Clash(("learner.loss", "learner.teacher_coef"), lambda t: t.learner.loss == "topk_kl" and t.learner.teacher_coef,
           "this loss is the KL to the teacher already, and would count it twice; teacher_coef = 0"),

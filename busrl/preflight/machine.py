@@ -13,6 +13,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from busrl.algorithms import trained_parameters
 from busrl.data import pretrained
 from busrl.data.vocabulary import language_of
 from busrl.errors import DiskFull, UserError
@@ -106,7 +107,8 @@ def weight_cost(t: Topology, model: Path | None) -> Cost | None:
         return None
     shapes = pretrained.tensor_shapes(model) if model is not None else {}
     if t.weights.transport in ADAPTERS:
-        parts = pretrained.adapted(shapes, t.lora.targets)
+        chosen = trained_parameters.chosen(t.lora.layers, shapes)[0]
+        parts = pretrained.adapted({name: shapes[name] for name in shapes if name in chosen}, t.lora.targets)
         size = sum(ADAPTER_BYTES * t.lora.rank * (rows + columns) for rows, columns in parts) if parts else 0
         size += SMALL_FILES if size else 0
     else:

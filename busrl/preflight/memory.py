@@ -45,6 +45,8 @@ class Work:
     dtype: str = "float32"
     checkpointing: bool = False
     lora_rank: int = 0
+    lora_layers: str = ""
+    lora_experts: bool = False
     targets: tuple[str, ...] = ()
     head_rows: int = 0
     kind: str = "cpu"
@@ -84,6 +86,7 @@ class Widths:
     norms: int  # pairs of norms around attention and feed-forward
     parameters: int
     experts: int = 0  # of these, in the experts of all layers
+    of_experts: int = 0  # inputs and outputs of a layer's experts, of gate and up together and of down, added up
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int = 0) -> Widths:
@@ -96,13 +99,16 @@ class Widths:
         experts, kind = pretrained.size_in(text, "num_experts_per_tok"), str(text.get("model_type", ""))
         inner = experts * pretrained.size_in(text, "moe_intermediate_size", "intermediate_size")
         dealt = pretrained.size_in(text, "num_experts", "num_local_experts", "n_routed_experts")
-        dealt *= 3 * hidden * pretrained.size_in(text, "moe_intermediate_size", "intermediate_size")
+        of_one = pretrained.size_in(text, "moe_intermediate_size", "intermediate_size")
+        ends = dealt * (2 * hidden + 3 * of_one)
+        dealt *= 3 * hidden * of_one
         return cls(
             hidden, inner or pretrained.size_in(text, "intermediate_size", "n_inner", "d_ff") or 4 * hidden,
             pretrained.size_in(text, *pretrained.LAYERS), heads * size, keys, pretrained.size_in(text, "vocab_size"),
             bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))),
             kind.startswith(("qwen3", "gemma3")), 2 if kind.startswith(("gemma2", "gemma3")) else 1,
             parameters or pretrained.estimate(dict(config)), dealt * pretrained.size_in(text, *pretrained.LAYERS),
+            ends,
         )
 
     @property
@@ -157,7 +163,9 @@ class Trained:
     @classmethod
     def of(cls, widths: Widths, work: Work) -> Trained:
         if work.lora_rank:
-            return cls(widths.layers * work.lora_rank * widths.adapted(work.targets), widths.layers, False)
+            adapted = trained_parameters.layers(work.lora_layers, widths.layers) or range(widths.layers)
+            size = widths.adapted(work.targets) + (widths.of_experts if work.lora_experts else 0)
+            return cls(len(adapted) * work.lora_rank * size, widths.layers - min(adapted, default=0), False)
         chosen = trained_parameters.layers(work.train_layers, widths.layers)
         if not chosen:  # all, or by names, of which the widths say nothing
             return cls(widths.parameters, widths.layers, True)
@@ -254,7 +262,8 @@ def work_of(t: Topology) -> Work:
     again = device.computes_again(memory.activation_checkpointing, kind, lambda: pretrained.parameters(t.model.path))
     return Work(
         tokens=min(max(learner.micro_batch_tokens, t.longest), step), dtype=t.model.dtype, checkpointing=again,
-        lora_rank=t.lora.rank, targets=t.lora.targets, head_rows=memory.head_rows, kind=kind,
+        lora_rank=t.lora.rank, lora_layers=t.lora.layers, lora_experts=t.lora.experts, targets=t.lora.targets,
+        head_rows=memory.head_rows, kind=kind,
         optimizer=learner.optimizer, train_layers=learner.train_layers, ranks=t.ranks, reshard=learner.parallel.reshard,
         replicate=learner.parallel.replicate, tensor=learner.parallel.tensor, expert=learner.parallel.expert,
         offload=t.ranks > 1 and learner.parallel.offload == "all",
@@ -331,7 +340,8 @@ def _teacher(t: Topology, kind: str) -> int:
     """Bytes of its weights; ranks of a host share its memory."""
     if not catalog.taught(t.learner):
         return 0
-    count = pretrained.parameters(t.model.teacher)
+    folders = [path for path in (t.model.teacher, *(row.path for row in t.learner.teacher)) if path]
+    count = sum(map(pretrained.parameters, dict.fromkeys(folders)))
     return count * pretrained.BYTES_OF[t.model.dtype] // (1 if kind == "cpu" else t.ranks)
 
 

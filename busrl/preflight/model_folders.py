@@ -7,6 +7,7 @@ Reads JSON files and the headers of weights, without torch. Findings go to a `Re
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -108,9 +109,9 @@ class ModelFolders:
         remedy = "give an earlier version of the model, or none"
         self._same_tokens("model.reference", self._t.model.reference, remedy, padded=False)
 
-    def teacher(self) -> None:
+    def teacher(self, key: str, path: str) -> None:
         remedy = "give a model of the same family, whose tokenizer is the same"
-        self._same_tokens("model.teacher", self._t.model.teacher, remedy, padded=True)
+        self._same_tokens(key, path, remedy, padded=True)
 
     def _same_tokens(self, key: str, path: str, remedy: str, padded: bool) -> None:
         """Require the tokens of model.path of a model that gives probabilities. `padded`: its table of tokens may be
@@ -189,6 +190,17 @@ class ModelFolders:
             if layers and "." not in name and name not in layers:
                 rule = f"the model has no layer {name!r} that an adapter could be put on"
                 self._report.add("lora.targets", rule, f"it has {', '.join(layers)}")
+        self._adapted_layers()
+
+    def _adapted_layers(self) -> None:
+        """Require the layers of lora.layers, and experts for lora.experts."""
+        names, count = pretrained.trainable(self._path)
+        with contextlib.suppress(ValueError):  # a rule of its own names it
+            if 0 < count <= trained_parameters.highest(self._t.lora.layers):
+                rule = f"{self._t.lora.layers!r} goes beyond the model, which has the layers 0 to {count - 1}"
+                self._report.add("lora.layers", rule, f'for example "{count // 2}-{count - 1}"')
+        if self._t.lora.experts and names and not any(".experts." in name for name in names):
+            self._report.add("lora.experts", "the model has no experts", "experts = false")
 
     def trained_layers(self) -> None:
         names, count = pretrained.trainable(self._path)

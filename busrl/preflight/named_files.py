@@ -81,10 +81,13 @@ def _look_at_models(t: Topology, report: Report, models: ModelFolders) -> None:
     if t.model.reference and report.sound("model.reference"):
         models.reference()
     if t.model.teacher and report.sound("model.teacher"):
-        models.teacher()
+        models.teacher("model.teacher", t.model.teacher)
+    for number, row in enumerate(t.learner.teacher):
+        if row.path and report.sound(key := f"learner.teacher.{number}.path"):
+            models.teacher(key, row.path)
     if t.learner.start_from and report.sound("learner.start_from", "model.path", "lora.rank"):
         models.start()
-    if t.lora.on and report.sound("lora.rank", "lora.targets", "model.path"):
+    if t.lora.on and report.sound("lora.rank", "lora.targets", "lora.layers", "lora.experts", "model.path"):
         models.adapter()
     if t.learner.train_layers and report.sound("learner.train_layers", "model.path"):
         models.trained_layers()

@@ -37,7 +37,7 @@ from busrl.training.forward import (
     replay_routes,
 )
 from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only, vocabulary
-from busrl.training.scorer import Reference, Teacher
+from busrl.training.scorer import Reference, Teacher, teachers_of
 from busrl.training.settings import TrainerSettings
 from busrl.training.trainer import QUIET, Hooks, Trainer, computes_again, way_of
 
@@ -64,6 +64,7 @@ class TeamSettings:
     taught: bool = False  # by a teacher; as with `refers`
     teacher: Path | None = None  # its folder
     teacher_k: int = 0  # its most probable tokens that are read
+    teachers: Callable[..., Teacher] | None = None  # makes several, or others
     hosts: tuple[str, ...] = ()
     address: str = ""
     note: Path = Path()  # the file with the port at which rank 0 listens there
@@ -79,7 +80,8 @@ class TeamSettings:
         parallel, learner, model = topology.learner.parallel, topology.learner, topology.model
         lora = LoraSettings.of(topology)
         # Not all of the topology: a host has one of its own, and some of it changes in flight.
-        shared = facts(repr((TrainerSettings.of(topology), parallel, model, lora, learner.kl, learner.teacher_k)))
+        shared = facts(repr((TrainerSettings.of(topology), parallel, model, lora, learner.kl, learner.teacher_k,
+                             learner.teacher, learner.teacher_top)))
         if topology.rank_hosts:
             shared["model.path"] = f"{model.path} ({fingerprint(Path(model.path))[:12]})"
         return cls(
@@ -87,7 +89,8 @@ class TeamSettings:
             Layout(topology.ranks, parallel.replicate, parallel.tensor, parallel.expert), parallel.offload == "all",
             topology.limits.start_most_s, parallel.collective_timeout_s, lora, learner.kl != "none",
             Path(model.reference) if model.reference else None, catalog.taught(learner),
-            Path(model.teacher) if model.teacher else None, learner.teacher_k, topology.rank_hosts,
+            Path(model.teacher) if model.teacher else None, learner.teacher_k, teachers_of(topology, paths.root),
+            topology.rank_hosts,
             _address(topology.bus.endpoint) if topology.rank_hosts else "", paths.rank_place, paths.root,
             parallel.host_timeout_s,
         )
@@ -156,7 +159,7 @@ class TrainerBuilder:
         return make(
             model, self.settings, forward=forward, adapter=adapter, copies=self.meshes.layout.tensor, hooks=hooks,
             refer=lambda _, loss: self.reference(forward, loss, adapter, model),
-            teach=lambda _, loss: self.teacher(loss, model),
+            teach=lambda _, loss: self.teacher(forward, loss, model, hooks),
         )
 
     def _sharded(self, way: Forward) -> ShardedForward:
@@ -203,10 +206,12 @@ class TrainerBuilder:
         require_vocabulary(folder, second.model, model)
         return lambda samples, flat: second.score(samples, flat)[0]
 
-    def teacher(self, loss: LossFunction, model: Any) -> Teacher | None:
+    def teacher(self, trained: Forward, loss: LossFunction, model: Any, hooks: Hooks) -> Teacher | None:
         """The function that gives a teacher's most probable tokens, of those that the model has."""
         if not self.team.taught and not reads(loss, "teacher"):
             return None
+        if self.team.teachers is not None:
+            return self.team.teachers(self._other, trained, vocabulary(model), hooks.on_progress, together=True)
         if self.team.teacher is None:
             rule = "it needs a teacher; set model.teacher to its folder"
             raise UserError(f'learner.loss = "{self.settings.loss}": {rule}')

@@ -111,6 +111,21 @@ class Parity(Table):
                             "a stale cache or a wrong version is named at once; false = only after a first difference")
 
 
+class TeacherRow(Table):
+    """[[learner.teacher]]: a teacher, of several or behind an endpoint; one folder alone is model.teacher."""
+
+    tag: str = key("", "it teaches the prompts with this tag (of their source, or of their line); empty = all others")
+    path: str = key("", "its model folder, where the learner computes it; the tokenizer of model.path", path=True)
+    base_url: str = key("", "or: an OpenAI-compatible endpoint with prompt_logprobs, as vLLM; it ends with /v1")
+    posted: bool = key(False, "or: atropos clients post its probabilities (distill_token_ids, distill_logprobs)")
+    model: str = key("", "base_url: the model's name there; empty = the only one that it has")
+    api_key_env: str = key("", "base_url: environment variable that holds the key; empty = no key is sent")
+    concurrency: int = key(64, "base_url: requests under way at a time", low=1, high=10000)
+    timeout_s: float = key(120.0, "base_url: an answer that takes longer is asked for again", above=0, high=3600)
+    patience_s: float = key(600.0, "base_url: the learner ends after so long without a usable answer", above=0,
+                            high=86400)
+
+
 class Learner(Table):
     """[learner]: loss, optimiser, log and checkpoints."""
 
@@ -156,6 +171,9 @@ class Learner(Table):
     )
     teacher_k: int = key(8, "tokens of model.teacher that are looked at in the place of each generated one", low=1,
                          high=1024)
+    teacher_top: str = key("teacher", "whose most probable tokens these are: a teacher's, or the trained model's",
+                           choices=("teacher", "student"))
+    teacher: tuple[TeacherRow, ...] = ()
     teacher_coef: float = key(
         LossSettings.teacher_coef,
         "this times KL(model.teacher || model) over these tokens is added to the loss of each token",

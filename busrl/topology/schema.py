@@ -70,6 +70,8 @@ class Lora(Table):
     alpha: int = key(0, "what the adapter adds is scaled by alpha / rank; 0 = 2 x rank", low=0, high=1 << 20)
     targets: tuple[str, ...] = key((), "last names of the layers that get one, as q_proj; empty = all but the head")
     dropout: float = key(0.0, "share of a layer's inputs that its adapter does not see while training", low=0, below=1)
+    layers: str = key("", "layers that get one, by number from 0, for example 20-31 or 0-3,28-31; empty = all")
+    experts: bool = key(False, "the experts of a mixture get one too, where a layer has them in one parameter")
 
     @property
     def on(self) -> bool:
@@ -743,7 +745,9 @@ class Topology(SeveralModels, Table):
                 if not table[name]:
                     del table[name]
         for tables in (data, *(own for row in data.get("models", ()) for own in row["own"])):
-            _leave_out_routes(tables)
+            for table, names in LATER.items():
+                for name in [name for name, default in names.items() if tables[table][name] == default]:
+                    del tables[table][name]
         return data
 
     def to_json(self) -> str:
@@ -757,17 +761,11 @@ class Topology(SeveralModels, Table):
 
 # Left out of topology.json where they say nothing.
 OF_SEVERAL = {"models", "tag", "frozen", "first", "apart", "follows", "model"}
-
-
-def _leave_out_routes(data: dict[str, Any]) -> None:
-    """Remove the keys about routes that say nothing, so that a run without routes has the topology.json it ever had."""
-    for name, default in OF_ROUTES.items():
-        if data["learner"][name] == default:
-            del data["learner"][name]
-    if data["derived"]["routing"] is None:
-        del data["derived"]["routing"]
-
-
+# And these where they have their defaults, so that a run without them has the topology.json that it ever had.
+LATER: dict[str, dict[str, Any]] = {
+    "lora": {"layers": "", "experts": False}, "derived": {"routing": None},
+    "learner": {**OF_ROUTES, "teacher": [], "teacher_top": "teacher"},
+}
 LIMITS = {item.name for item in dataclasses.fields(AdmissionLimits)}
 
 

@@ -30,6 +30,7 @@ from busrl.algorithms import trained_parameters
 from busrl.errors import ModelNotLoaded, UserError
 from busrl.paths import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 from busrl.system.imports import uncollected
+from busrl.weights.tensors import added
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -224,27 +225,36 @@ def _pass_on(parameter: Tensor) -> None:
 # -- LoRA -------------------------------------------------------------------------
 
 OWN = "default"  # peft's name of an adapter
+WRAPPED = ".base_layer"  # in the names of a wrapped layer's own parameters
+PLACE = re.compile(r"\.([^.]+)\.(\d+)\.")  # the first list of layers in a name, and the number in it
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Settings of the adapter. `targets`: last names of layers; empty = every linear layer but the output head."""
+    """Settings of the adapter. `targets`: last names of linear layers; empty = all but the output head. `layers`:
+    "20-31" and the like; empty = all. `experts`: those of a mixture get one too."""
 
     rank: int
     scale: float
     targets: tuple[str, ...] = ()
     dropout: float = 0.0
     seed: int = 0
+    layers: str = ""
+    experts: bool = False
 
     @classmethod
     def of(cls, topology: Any) -> LoraSettings | None:
         """From a topology's [lora]; None without an adapter."""
         lora = topology.lora
-        return cls(lora.rank, lora.scale, lora.targets, lora.dropout, topology.run.seed) if lora.on else None
+        if not lora.on:
+            return None
+        return cls(lora.rank, lora.scale, lora.targets, lora.dropout, topology.run.seed, lora.layers, lora.experts)
 
     def described(self) -> dict[str, Any]:
         """The settings that a checkpoint's adapter must have to be continued, for its meta."""
-        return {"rank": self.rank, "scale": self.scale, "targets": sorted(self.targets)}
+        described = {"rank": self.rank, "scale": self.scale, "targets": sorted(self.targets)}
+        more = {"layers": self.layers, "experts": self.experts}
+        return described | {name: value for name, value in more.items() if value}
 
 
 class Adapter:
@@ -252,6 +262,8 @@ class Adapter:
 
     - A wrapped layer computes x (W + scale B A): A is [rank, in], drawn from a seed, B is [out, rank], zero at first,
       so the adapter begins as nothing and a learner that starts again begins with the same numbers.
+    - The experts of a layer are one tensor [experts, out, in], with an A and a B for each of them; peft keeps those as
+      [experts * rank, in] and [out, rank * experts].
     - Its folder (adapter_config.json, adapter_model.safetensors) loads with `peft` anywhere, on the same base model.
     - Dropout acts while gradients are recorded only: scores and probes see the whole adapter.
     """
@@ -266,13 +278,15 @@ class Adapter:
         self._config = peft.LoraConfig(
             r=settings.rank, lora_alpha=int(alpha) if alpha == int(alpha) else alpha, lora_dropout=settings.dropout,
             target_modules=sorted(_targets(model, settings.targets)), bias="none", task_type="CAUSAL_LM",
+            **_chosen_layers(model, settings), **_experts(model, settings),
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             self.peft_model = peft.get_peft_model(model, self._config)
         self._layers: dict[str, Any] = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
         for layer in self._layers.values():
-            layer.lora_dropout[OWN] = _Dropout(settings.dropout)
+            if not hasattr(layer, "parameter_name"):  # of experts peft takes none
+                layer.lora_dropout[OWN] = _Dropout(settings.dropout)
 
     def tensors(self) -> dict[str, Tensor]:
         """The adapter by the names of its file; views, valid until the next step."""
@@ -331,9 +345,12 @@ class Adapter:
 
 class Merged(Mapping[str, Tensor]):
     def __init__(self, model: Any, layers: Mapping[str, Any], scale: float) -> None:
-        self._layers, self._scale = {f"{name}.weight": layer for name, layer in layers.items()}, scale
+        self._layers, self._scale = {
+            f"{name.replace(WRAPPED, '')}.{getattr(layer, 'parameter_name', 'weight')}": layer
+            for name, layer in layers.items()
+        }, scale
         self._base: dict[str, Tensor] = {
-            name.replace(".base_layer.", "."): parameter.detach() for name, parameter in model.named_parameters()
+            name.replace(WRAPPED, ""): parameter.detach() for name, parameter in model.named_parameters()
             if ".lora_" not in name
         }
         self.described: Mapping[str, Tensor] = self._base  # names, shapes and number types, without making a tensor
@@ -348,8 +365,8 @@ class Merged(Mapping[str, Tensor]):
             return weight
         layer = self._layers[name]
         a, b = gather(exact(layer.lora_A[OWN].weight)), gather(exact(layer.lora_B[OWN].weight))
-        merged: Tensor = torch.addmm(weight.to(b.dtype), b, a, alpha=self._scale).to(weight.dtype)
-        return merged
+        merged = added(weight.to(b.dtype), b, a, self._scale, getattr(layer.get_base_layer(), "is_transposed", False))
+        return merged.to(weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._base)
@@ -380,6 +397,38 @@ def _targets(model: Any, wanted: tuple[str, ...]) -> set[str]:
     if not linear:
         raise ModelNotLoaded("lora.rank: the model has no linear layer that an adapter could be put on")
     return set(wanted) or linear
+
+
+def _chosen_layers(model: Any, settings: LoraSettings) -> dict[str, Any]:
+    """The arguments by which peft adapts the layers of `lora.layers` alone; none where it names none. ModelNotLoaded
+    for one that the model does not have."""
+    if not settings.layers:
+        return {}
+    places = {(place[1], int(place[2])) for name, _ in model.named_modules() if (place := PLACE.search(f".{name}."))}
+    lists, count = sorted({name for name, _ in places}), 1 + max((number for _, number in places), default=-1)
+    wanted = sorted(trained_parameters.layers(settings.layers, count))
+    if len(lists) != 1 or not wanted or trained_parameters.highest(settings.layers) >= count:
+        rule = f"it has the layers 0 to {count - 1}" if len(lists) == 1 else f"its layers are in {len(lists)} lists"
+        raise ModelNotLoaded(f"lora.layers = {settings.layers!r}: no such layers in {type(model).__name__}: {rule}")
+    return {"layers_to_transform": wanted, "layers_pattern": lists}
+
+
+def _experts(model: Any, settings: LoraSettings) -> dict[str, Any]:
+    """The argument by which peft adapts experts; none where they get no adapter. ModelNotLoaded where no layer has its
+    experts in one parameter."""
+    if not settings.experts:
+        return {}
+    every = [name for name, parameter in model.named_parameters() if parameter.ndim == 3 and ".experts." in name]
+    wanted = every
+    if settings.layers:  # peft asks for the layer of a module alone
+        wanted = sorted(trained_parameters.chosen(settings.layers, every)[0])
+    if not wanted:
+        where = f" in the layers {settings.layers}" if every else ""
+        raise ModelNotLoaded(
+            f"lora.experts: {type(model).__name__} has no parameter that holds the experts of a layer{where}; false "
+            "(experts that are linear layers of their own are among lora.targets)"
+        )
+    return {"target_parameters": wanted}
 
 
 def require_vocabulary(folder: Path, reference: Any, trained: Any) -> None:

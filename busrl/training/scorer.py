@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from busrl.algorithms import diagnostics, losses
+from busrl import capabilities
+from busrl.algorithms import catalog, diagnostics, losses
 from busrl.algorithms.gae import Valued, value_loss
 from busrl.training import batch
 from busrl.training.batch import Flat, Sample, Worth
@@ -54,6 +57,15 @@ class Advantages:
         return replace(self, **rows)  # type: ignore[arg-type]
 
 
+def teachers_of(topology: Any, root: Path) -> Callable[..., Teacher] | None:
+    """The maker of several teachers, or of others than a model's own best tokens; None where there are none such."""
+    learner = topology.learner
+    if not learner.teacher and learner.teacher_top == "teacher":
+        return None
+    maker: Callable[..., Teacher] = capabilities.plug("teachers", "maker")(topology, root)
+    return maker
+
+
 class Scorer:
     """Computes a micro-batch with the model as it is, and with the models that it is compared with."""
 
@@ -82,9 +94,15 @@ class Scorer:
         (logprobs, entropy), values = self._scores_and_values(samples, wanted)
         if taught is not None:
             logprobs, student, taught = logprobs[:, 0], logprobs[:, 1:], taught.to(self.dtype)
+            student = student.masked_fill(taught <= catalog.FEWER, catalog.FEWER)
         inputs = self._of_logprobs(flat, logprobs, advantages)
         return replace(inputs, entropy=entropy, reference_logprobs=referred, teacher_logprobs=taught,
                        student_logprobs=student), values
+
+    def expect(self, samples: Sequence[Sample]) -> None:
+        """Tell a teacher that answers from elsewhere which samples come next."""
+        if (expect := getattr(self.teacher, "expect", None)) is not None:
+            expect(samples)
 
     def _of_logprobs(self, flat: Flat, logprobs: Tensor, advantages: Advantages) -> losses.LossInputs:
         """The inputs of the loss that need the forward of the log-probabilities alone."""

@@ -125,6 +125,7 @@ class Trainer:
         """Forward and backward of these samples, added to the step under way. `advantages` may be a number for each.
         `version`: that of the trained weights, for the mismatch between engine and trainer."""
         advantages = self._checked(samples, advantages)
+        self.scorer.expect(samples)
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             self.micro_batch([samples[i] for i in part], advantages.of(part), version)
 

@@ -35,6 +35,23 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 
 
+# -- adapters ---------------------------------------------------------------------------------------------------
+
+
+def added(weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scale: float, transposed: bool) -> torch.Tensor:
+    """A weight with a low-rank adapter, in its number type: `up` [out, rank] times `down` [rank, in]. The experts of a
+    layer are one weight [experts, out, in] (`transposed`: [experts, in, out]), with the rows of all of them in `down`
+    and the columns in `up`, an expert's in every so many."""
+    import torch
+
+    if weight.ndim == 2:
+        return torch.addmm(weight, up, down, alpha=scale)
+    downs = down.view(len(weight), -1, down.shape[1])  # [experts, rank, in]
+    ups = up.view(len(up), -1, len(weight)).permute(2, 0, 1)  # [experts, out, rank]
+    left, right = (downs.mT, ups.mT) if transposed else (ups, downs)
+    return torch.baddbmm(weight, left, right, alpha=scale)
+
+
 # -- copies ----------------------------------------------------------------------------------------------------
 
 

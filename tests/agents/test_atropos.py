@@ -27,10 +27,12 @@ from busrl.agents.roles.atropos import GroupSlots, KeptGroups, SampledTurns, rea
 from busrl.agents.samples import ClaimedSample
 from busrl.agents.scored_groups import AtroposServer, Rules, RunProgress
 from busrl.agents.tree import Trajectory
+from busrl.algorithms.catalog import FEWER
 from busrl.data.episodes import FINISH, EpisodeArrays, EpisodeLimits, fault_of
 from busrl.errors import CallRefused, DiskFull
 from busrl.states import Finish
 from busrl.system.files import LineFile
+from busrl.teachers.posted import Store, posted_rows
 
 SIZE, KEY, TOKENS = 2, "k" * 32, 64
 GOOD: dict[str, Any] = {
@@ -69,10 +71,11 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 Post = Callable[..., Any]
 
 
-def with_door(chat: Renderer, work: Callable[[Post, RoomyTrainer], Any], room: int = 100) -> RoomyTrainer:
+def with_door(chat: Renderer, work: Callable[[Post, RoomyTrainer], Any], room: int = 100, k: int = 0) -> RoomyTrainer:
+    """`k`: groups bring a teacher, of whose tokens so many are kept."""
     async def run() -> RoomyTrainer:
-        trainer = RoomyTrainer(room)
-        rules = Rules(SIZE, chat.vocabulary, EpisodeLimits(TOKENS, 16, TOKENS, 3, 4), frozenset({8}))
+        trainer, taught = RoomyTrainer(room), posted_rows if k else None
+        rules = Rules(SIZE, chat.vocabulary, EpisodeLimits(TOKENS, 16, TOKENS, 3, 4), frozenset({8}), taught, k)
         door = AtroposServer(trainer, rules, chat, "override", "127.0.0.1", 0, "toy", KEY)
         async with door, aiohttp.ClientSession() as http:
             async def post(body: Any, path: str = "scored_data", method: str = "POST", **head: str) -> tuple[int, Any]:
@@ -121,6 +124,7 @@ def test_a_group_becomes_episodes_whose_turns_are_what_the_masks_train(chat: Ren
     (changed(scores="x"), "scores", "Expected `array`"),
     (changed(advantages=[[0.0]]), "advantages", "cannot be used here"),
     (changed(overrides=[{"set_advantage_to_zero": True}, {}]), "overrides", "cannot be used here"),
+    (changed(distill_token_ids=[[[1]], []]), "distill_token_ids", r"no \[\[learner.teacher\]\] with posted = true"),
     ({}, "", "tokens"),
     (b"[" * 200_000, "", ""),
 ])
@@ -341,3 +345,61 @@ def test_a_long_group_is_looked_at_while_others_are_answered(chat: Renderer, mon
         assert (await posting)[0] == 200
 
     assert len(with_door(chat, work).groups) == 1
+
+
+# -- a teacher whose probabilities are posted -----------------------------------------------------------------
+
+IDS = [[[], [6, 3], [9], [8, 2, 4]], [[], [6], [9, 1, 2]]]
+LOGPROBS = [[[], [-0.3, -2.0], [-0.1], [-1.5, -0.5, -3.0]], [[], [-0.2], [-1.0, -1.5, -2.5]]]
+
+
+def with_teacher(**fields: Any) -> dict[str, Any]:
+    return changed(distill_token_ids=copy.deepcopy(IDS), distill_logprobs=copy.deepcopy(LOGPROBS), **fields)
+
+
+def test_a_posted_teacher_is_kept_for_the_tokens_that_are_trained(chat: Renderer, tmp_path: Path) -> None:
+    async def work(post: Post, trainer: RoomyTrainer) -> None:
+        assert (await post(with_teacher()))[0] == 200
+        other = with_teacher()
+        other["distill_logprobs"][0][1][0] = -0.4
+        assert (await post(other))[0] == 200, "another teacher, another group"
+        assert len(trainer.groups) == 2
+
+    members = next(iter(with_door(chat, work, k=2).groups.values()))[0]
+    store = Store(tmp_path / "taught")
+    store.write(7, [member.taught for member in members])
+    ids, logprobs = Store(tmp_path / "taught").read(7, 0).arrays()
+    assert ids.tolist() == [[6, 3], [2, 8]] and logprobs.tolist() == [[np.float32(-0.3), -2.0], [-0.5, -1.5]]
+    ids, logprobs = store.read(7, 1).arrays()
+    assert ids.tolist() == [[6, 0], [9, 1]] and logprobs.tolist() == [[np.float32(-0.2), FEWER], [-1.0, -1.5]]
+    store.remove([7])
+    assert not list((tmp_path / "taught").iterdir())
+
+
+def spoilt(name: str, value: Any, *at: int) -> dict[str, Any]:
+    group = with_teacher()
+    place = group[name]
+    for step in at[:-1]:
+        place = place[step]
+    place[at[-1]] = value
+    return group
+
+
+@pytest.mark.parametrize(("body", "rule"), [
+    (GOOD, "distill_token_ids must have 2 entries.*its teacher is posted"),
+    (changed(distill_token_ids=IDS), "distill_logprobs must have 2 entries"),
+    (spoilt("distill_token_ids", IDS[0][:3], 0), r"\[0\].* has 3 positions: must be as many as tokens, 4"),
+    (spoilt("distill_token_ids", [], 0, 1), r"\[1\] must be at least one token"),
+    (spoilt("distill_logprobs", [-1.0], 0, 1), r"\[1\] must be at least one token, with a log-probability of each"),
+    (spoilt("distill_token_ids", [6, 10**7], 0, 1), r"\[1\] has 10000000: must be 0 to"),
+    (spoilt("distill_token_ids", [6, 6], 0, 1), r"\[1\] has a token twice"),
+    (spoilt("distill_logprobs", [-0.3, 0.2], 0, 1), r"\[1\] has 0.2: must be a log-probability"),
+    (spoilt("distill_logprobs", [-0.1, -0.1], 0, 1), r"\[1\] has probabilities whose sum is above 1"),
+    (spoilt("distill_logprobs", "x", 0, 1), r"\[1\] must be"),
+])
+def test_a_posted_teacher_that_breaks_a_rule_is_refused_whole(chat: Renderer, body: Any, rule: str) -> None:
+    async def work(post: Post, trainer: RoomyTrainer) -> None:
+        status, reply = await post(body)
+        assert status == 422 and re.search(rule, reply["detail"]), reply
+
+    assert not with_door(chat, work, k=2).groups

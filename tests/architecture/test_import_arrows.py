@@ -45,7 +45,7 @@ ARROWS: dict[str, str] = {
     "rewards": "data system topology",
     "weights": "system topology",
     "engines": "data paths system topology weights",
-    "training": "algorithms data ledger paths system topology",
+    "training": "algorithms data ledger paths system topology weights",
     "status": "ledger paths protocol ring scheduling system",
     "roles": "algorithms bus data engines faults ledger paths protocol rewards ring scheduling system topology "
              "training weights",
@@ -64,7 +64,9 @@ LOADED: dict[str, str] = {
 }
 
 HEAVY = {"torch", "transformers", "safetensors"}
-WITH_TENSORS = ("algorithms", "engines", "quickstart", "ranks", "routes", "training", "weights")  # work on them
+WITH_TENSORS = (  # parts that work on them
+    "algorithms", "engines", "quickstart", "ranks", "routes", "teachers", "training", "weights",
+)
 REWARD_MODELS = {f"busrl.{kind.maker.partition(':')[0]}" for kind in REWARD_KINDS.values() if kind.has_model}
 WITH_A_MODEL = {
     "busrl.roles.learner", "busrl.roles.rollout", "busrl.service.adapters", "busrl.service.engine",

@@ -26,6 +26,7 @@ ASKING: dict[str, tuple[str, tuple[str, ...]]] = {
     "observe": ("", ('sinks.to=["mine.py:Sink"]',)),
     "routes": ("", ("learner.routes=replay",)),
     "several": ("", ('model.seats=["first", "second"]',)),
+    "teachers": ("[[learner.teacher]]\nposted = true", ()),
     "predict": ("", ("scheduler.policy=sjf",)),
     "rewards/box": ('[[reward.part]]\nkind = "code"', ()),
     "rewards/judge": ('[[reward.part]]\nkind = "judge"', ()),

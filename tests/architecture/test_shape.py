@@ -23,6 +23,7 @@ REASONS: dict[str, str] = {
     "busrl.topology.foreign_names": "names that other trainers give to keys: a table, apart from how a file is read",
     "busrl.several.draws": "what a scheduler opens next, as functions of numbers that are tested without a ring",
     "busrl.several.rules": "what several models cannot be, apart from how they are read, as with the core's rules",
+    "busrl.teachers.of_groups": "the side of posted groups that needs torch: the role that writes them has none",
     "busrl.preflight.colocation": "what processes on one device need together: sums that are tested without one",
     "busrl.service.tenants": "adapters, one of the two kinds of models that a tuner may have, beside `whole`",
     "busrl.preflight.tuner_memory": "the sums of another process than the learner, whose they would be taken for",

@@ -167,6 +167,34 @@ def test_a_teacher_has_the_tokens_of_the_model_and_a_reader(
     assert any("nothing reads the teacher" in str(problem) for problem in told), told
 
 
+TEACHERS = [
+    ("[[learner.teacher]]", "a teacher is one of these: path, base_url, posted; set one of them"),
+    ('[[learner.teacher]]\nbase_url = "localhost:8000"', 'no address of an endpoint; for example "http://127.0.0.1'),
+    ('[[learner.teacher]]\nposted = true', 'nothing posts it; add a [[process]] with role = "atropos"'),
+    ('[[learner.teacher]]\nbase_url = "http://a/v1"\n[[learner.teacher]]\nbase_url = "http://b/v1"',
+     "two teachers have this tag; give each its own"),
+    ('[[learner.teacher]]\nbase_url = "http://a/v1"\n[generation]\ntemperature = 0.7',
+     "an endpoint gives log-probabilities at temperature 1"),
+    ('[[learner.teacher]]\npath = "/nowhere"', "no such folder"),
+    ('[learner]\nteacher_top = "student"', "there is no teacher to learn from"),
+]
+
+
+@pytest.mark.parametrize(("text", "rule"), TEACHERS)
+def test_teachers_that_cannot_work_are_refused(refused: Refused, text: str, rule: str) -> None:
+    distill = () if "teacher_top" in text else ("learner.recipe=distill",)
+    assert any(rule in problem for problem in refused(text, *distill)), refused(text, *distill)
+
+
+def test_teachers_are_recorded_only_where_there_are_any(loaded: Loaded) -> None:
+    plain = json.loads(loaded().to_json())
+    assert not {"teacher", "teacher_top"} & plain["learner"].keys() and not {"layers", "experts"} & plain["lora"].keys()
+    rows = '[[learner.teacher]]\nbase_url = "http://a/v1"\ntag = "maths"\n[[learner.teacher]]\nbase_url = "http://b/v1"'
+    topology = loaded(rows, "learner.recipe=distill", "learner.teacher_top=student")
+    assert [row.tag for row in topology.learner.teacher] == ["maths", ""]
+    assert Topology.from_json(topology.to_json()) == topology
+
+
 def test_the_memory_of_a_teacher_is_counted(loaded: Loaded, tmp_path: Path) -> None:
     base, other = a_model(tmp_path, a=1), a_model(tmp_path, 20, a=1)
     keys = f"model.path={base}", "model.dtype=float32"

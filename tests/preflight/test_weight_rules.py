@@ -42,9 +42,13 @@ REFUSED = [
     ),
     ('[weights]\ntransport = "checkpoint_restart"\nrestart_every = 2\nmode = "sync"', "credit returns when"),
     ('[weights]\ntransport = "lora"', "one of"),
+    ('[lora]\nrank = 4\nlayers = "fc"', "'fc' is no number of a layer; lora.targets has names"),
+    ('[lora]\nrank = 4\nlayers = "3-1"', "'3-1' begins after its end"),
+    ('[lora]\nrank = 4\nexperts = true', "lora.experts = true: the model has no experts; experts = false"),
 ]
 WARNED = [
     ("[lora]\nalpha = 8", "lora.alpha = 8, lora.rank = 0: LoRA is off"),
+    ('[lora]\nlayers = "1"', 'lora.layers = "1", lora.rank = 0: LoRA is off'),
     ("[lora]\nrank = 4\ndropout = 0.1", "even the ratio of a fresh sample is not 1"),
     ("[weights]\nrestart_every = 2", "shm restarts no engine; use learner.publish_every"),
     ('[weights]\non_restart = "finish"', "shm restarts no engine"),

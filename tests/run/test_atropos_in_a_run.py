@@ -116,3 +116,24 @@ def test_a_run_learns_from_groups_while_their_trainer_is_killed(tmp_path: Path, 
             run.kill("atropos")
         check_end(run, run.wait())
     assert run.restarts("atropos") == 3
+
+
+@pytest.mark.long
+def test_a_teacher_that_is_posted_with_groups_is_learned_from(tmp_path: Path, quickstart: None) -> None:
+    taught = {
+        "distill_token_ids": [[[], [3], [4 + i, 2], [5, 3], [], [7]] for i in range(8)],
+        "distill_logprobs": [[[], [-0.1], [-0.5, -1.5], [-0.2, -3.0], [], [-0.4]]] * 8,
+    }
+    distill = ("learner.loss=topk_kl", "learner.advantage=reward", "learner.teacher=[{posted = true}]")
+    settings = ("learner.teacher_k=2", "learner.checkpoint_every=1", *SMALL[1:], *distill)
+    run = Run(tmp_path / "run", *settings, config=ATROPOS, steps=3)
+    with running(run):
+        url = run.told("atropos")["url"]
+        status, reply = ask(f"{url}/scored_data", group(1))
+        assert status == 422 and "its teacher is posted" in reply["detail"]
+        for first in range(1, 13):
+            assert ask(f"{url}/scored_data", {**group(first), **taught}) == (200, {"status": "received"})
+        code = run.wait()
+    check_end(run, code)
+    assert all(row["teacher_kl"] > 0.1 for row in run.metrics() if "kind" not in row)
+    assert len(list(run.paths.taught.iterdir())) == 4, "of the newest checkpoint's step: the log may be needed again"

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from moe_models import moe_folder
 
+from busrl.engines.torch.lora import WeightLoader
 from busrl.errors import ModelNotLoaded
 from busrl.training import checkpoint
 from busrl.training.model import Adapter, LoraSettings, load
@@ -115,3 +117,112 @@ def test_an_exported_model_is_the_adapted_one(lab: Any, kind: str, tmp_path: Pat
     ids = torch.arange(9)[None]
     with torch.no_grad():
         assert (load(tmp_path / "model")(ids).logits - trainer.model(ids).logits).abs().max() < 1e-5
+
+
+# -- some layers, and experts ---------------------------------------------------------------------------------
+
+
+FAMILIES = {  # layers stand in lists of other names
+    "llama": ("LlamaConfig", {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+                              "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "gpt_neox": ("GPTNeoXConfig", {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+                                   "num_attention_heads": 4}),
+    "opt": ("OPTConfig", {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+                          "word_embed_proj_dim": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}),
+    "falcon": ("FalconConfig", {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+                                "bos_token_id": 1, "eos_token_id": 2}),
+    "mpt": ("MptConfig", {"d_model": 32, "n_layers": 4, "n_heads": 4}),
+}
+
+
+def of_family(kind: str) -> Any:
+    import transformers as hf
+
+    name, sizes = FAMILIES[kind]
+    torch.manual_seed(3)
+    return hf.AutoModelForCausalLM.from_config(getattr(hf, name)(vocab_size=23, **sizes)).eval()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_layers_by_number_get_an_adapter_in_every_family(kind: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model = of_family(kind)
+    adapter = Adapter(model, LoraSettings(2, 1.0, layers="0, 2-3"))
+    assert {int(next(filter(str.isdigit, name.split(".")))) for name in adapter.tensors()} == {0, 2, 3}
+    with torch.no_grad():
+        for value in adapter.tensors().values():
+            value.normal_(0, 0.3)
+    adapter.write(tmp_path, adapter.tensors())
+    ids, elsewhere = torch.arange(9)[None], PeftModel.from_pretrained(of_family(kind), str(tmp_path))
+    engine = of_family(kind)
+    WeightLoader(engine).swap(tmp_path)
+    with torch.no_grad():
+        for other in (elsewhere, engine):
+            assert (other(ids).logits - model(ids).logits).abs().max() < 1e-5
+        assert (of_family(kind)(ids).logits - model(ids).logits).abs().max() > 1e-2
+
+
+def test_the_other_layers_stay_and_the_merged_model_is_the_adapted_one(lab: Any, tmp_path: Path) -> None:
+    trainer, _ = trained(lab, "llama", LoraSettings(4, 2.0, layers="1-2"))
+    merged, base = trainer.named_weights(), dict(load(lab.folder("llama")).named_parameters())
+    changed = {name for name in merged if not torch.equal(merged[name], base[name])}
+    assert {name.split(".")[2] for name in changed} == {"1", "2"} and len(changed) == 2 * 7
+    checkpoint.export(trainer.model, tmp_path / "model", lab.folder("llama"), merged)
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        assert (load(tmp_path / "model")(ids).logits - trainer.model(ids).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("layers", ["3", "1-3", "7-9"])
+def test_layers_that_a_model_lacks_are_refused(lab: Any, layers: str) -> None:
+    with pytest.raises(ModelNotLoaded, match=r"no such layers in LlamaForCausalLM: it has the layers 0 to 2"):
+        Adapter(load(lab.folder("llama")), LoraSettings(2, 1.0, layers=layers))
+
+
+def test_an_adapter_of_other_layers_is_not_continued(lab: Any, tmp_path: Path) -> None:
+    upper = Adapter(load(lab.folder("llama")), LoraSettings(2, 1.0, layers="1-2"))
+    upper.write(tmp_path, upper.tensors())
+    with pytest.raises(ModelNotLoaded, match="other layers"):
+        Adapter(load(lab.folder("llama")), LoraSettings(2, 1.0)).load(tmp_path)
+    assert LoraSettings(2, 1.0).described() == {"rank": 2, "scale": 1.0, "targets": []}
+    assert LoraSettings(2, 1.0, layers="1-2").described()["layers"] == "1-2"
+
+
+@pytest.mark.parametrize("layers", ["", "1"])
+def test_adapted_experts_merge_export_and_are_swapped_exactly(lab: Any, layers: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    folder = moe_folder(tmp_path / "base", vocab_size=23)
+    model = load(folder)
+    adapter = Adapter(model, LoraSettings(2, 2.0, ("q_proj",), layers=layers, experts=True))
+    trainer = Trainer(model, TrainerSettings(), adapter=adapter)
+    samples, ids = lab.samples(seed=1), torch.arange(9)[None] % 12
+    for _ in range(2):
+        trainer.accumulate(samples, [1.0 if i % 2 else -1.0 for i in range(len(samples))])
+        assert not trainer.step(1e-2).skipped
+    merged, base = trainer.named_weights(), dict(load(folder).named_parameters())
+    changed = {name for name in merged if not torch.equal(merged[name], base[name])}
+    wanted = [f"model.layers.{layer}.{part}" for layer in ([1] if layers else [0, 1])
+              for part in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "self_attn.q_proj.weight")]
+    assert changed == set(wanted)
+    adapter.write(tmp_path / "adapter", adapter.tensors())
+    checkpoint.export(model, tmp_path / "model", folder, merged)
+    engine = load(folder).requires_grad_(False)
+    WeightLoader(engine, folder).swap(tmp_path / "adapter")
+    again = Adapter(load(folder), adapter.settings)
+    again.load(tmp_path / "adapter")
+    with torch.no_grad():
+        adapted = model(ids).logits
+        for other in (load(tmp_path / "model"), engine, again.model,
+                      PeftModel.from_pretrained(load(folder), str(tmp_path / "adapter"))):
+            assert (other(ids).logits - adapted).abs().max() < 1e-4
+        assert (load(folder)(ids).logits - adapted).abs().max() > 1e-3
+    WeightLoader(engine, folder).restart(tmp_path / "adapter")
+    with torch.no_grad():
+        assert (engine(ids).logits - adapted).abs().max() < 1e-4
+
+
+def test_experts_of_a_dense_model_are_refused(lab: Any) -> None:
+    with pytest.raises(ModelNotLoaded, match=r"lora.experts: LlamaForCausalLM has no parameter that holds the experts"):
+        Adapter(load(lab.folder("llama")), LoraSettings(2, 1.0, experts=True))

@@ -21,7 +21,7 @@ from busrl.training.forward import Forward, choose_forward
 from busrl.training.model import Adapter, LoraSettings, load, vocabulary
 from busrl.training.scorer import Advantages, Reference
 from busrl.training.settings import TrainerSettings
-from busrl.training.trainer import Trainer
+from busrl.training.trainer import QUIET, Trainer
 from tests.training.test_team import SETTINGS, TEACHER_K, a_step, assert_same_steps, assert_same_weights, team_of
 
 
@@ -211,7 +211,8 @@ def test_reference_and_teacher_of_a_rank_have_the_draws_temperature(
     """What a rank makes of its second model, which is whole here: as transformers alone gives its logits."""
     folder = changed(lab, tmp_path / "second")
     monkeypatch.setattr(TrainerBuilder, "_other", lambda self, where: choose_forward(load(where)))
-    team = SimpleNamespace(refers=True, reference=folder, taught=True, teacher=folder, teacher_k=TEACHER_K)
+    team = SimpleNamespace(refers=True, reference=folder, taught=True, teacher=folder, teacher_k=TEACHER_K,
+                           teachers=None)
     builder, model, plain = TrainerBuilder(TrainerSettings(), team, None), lab.model(double=False), load(folder)
     samples = lab.samples(groups=1, members=3, temperatures=(0.7,))
     flat = flatten(samples, torch.float32, torch.device("cpu"))
@@ -221,7 +222,7 @@ def test_reference_and_teacher_of_a_rank_have_the_draws_temperature(
     expected = torch.log_softmax(torch.cat(rows) / 0.7, -1)
     referred = builder.reference(None, None, None, model)(samples, flat)
     assert torch.allclose(referred.detach(), expected.gather(-1, flat.targets[:, None])[:, 0], atol=1e-5)
-    ids, best = builder.teacher(None, model)(samples, flat)
+    ids, best = builder.teacher(None, None, model, QUIET)(samples, flat)
     assert torch.allclose(best, expected.gather(-1, ids), atol=1e-5)
     assert torch.allclose(best, expected.topk(TEACHER_K, -1).values, atol=1e-5)
 

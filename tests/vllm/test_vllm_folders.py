@@ -32,20 +32,23 @@ class Folders:
         return self.version, 10 * self.version, self.path
 
 
-def adapter(scene: Scene, folder: Path, version: int, rank: int = RANK) -> Path:
-    """An adapter as peft writes it; the scene's model of that version is the base with the adapter merged."""
+def adapter(scene: Scene, folder: Path, version: int, rank: int = RANK, layer_list: tuple[int, ...] = ()) -> Path:
+    """An adapter as peft writes it, of these layers or all; the scene's model of that version is the base with the
+    adapter merged."""
     folder.mkdir(exist_ok=True)
     model, tensors = model_of(scene.config, 0), {}
     torch.manual_seed(1000 + version)
     for name, weight in dict(model.named_parameters()).items():
         layer = name.removesuffix(".weight")
-        if any(layer.endswith(part) for part in LAYERS):
+        here = not layer_list or int(next(filter(str.isdigit, layer.split(".")), -1)) in layer_list
+        if here and any(layer.endswith(part) for part in LAYERS):
             a, b = torch.randn(rank, weight.shape[1]), torch.randn(weight.shape[0], rank)
             tensors |= {f"base_model.model.{layer}.lora_A.weight": a, f"base_model.model.{layer}.lora_B.weight": b}
             weight += ALPHA / rank * (b @ a)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "target_modules": sorted(LAYERS.values()),
               "bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": None}
+    config |= {"layers_to_transform": list(layer_list), "layers_pattern": ["layers"]} if layer_list else {}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     scene.models[version] = model
     return folder
@@ -86,6 +89,16 @@ def test_answers_keep_their_first_adapter_and_new_ones_use_the_newest(
         assert {v for one in asked for v in made[one.key].versions.tolist()} == {version - 1}
         assert set(made[after.key].versions.tolist()) == {version}
         assert max(adapters.off_by(one, made[one.key]) for one in (*asked, after)) < EXACT
+
+
+def test_an_adapter_of_some_layers_is_swapped_exactly(adapters: Scene, tmp_path: Path) -> None:
+    """As lora.layers writes it."""
+    source, version = Folders("adapter"), 50
+    source.version, source.path = version, adapter(adapters, tmp_path / "upper", version, layer_list=(1,))
+    assert adapters.engine.update_weights(source) == (version, 10 * version)
+    asked = request(1, [5, 6, 7], 40)
+    made = adapters.run(asked)[1]
+    assert set(made.versions.tolist()) == {version} and adapters.off_by(asked, made) < EXACT
 
 
 def test_an_unfitting_adapter_is_refused_and_the_previous_one_stays(adapters: Scene, tmp_path: Path) -> None:

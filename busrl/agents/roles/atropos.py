@@ -11,7 +11,7 @@ Knows nothing of the environments' code, of engines or advantages.
 - Turns that the run's engines drew for this process keep the engines' log-probabilities and versions. All other turns
   get the posted log-probabilities, and the version at receipt.
 - The digest of a group is written before its first commit: a later process recognises a group that is posted again,
-  unless half of it was dropped.
+  unless half of it was dropped. So is what a teacher said of it, where that is posted (learner.teacher.posted).
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl import capabilities
 from busrl.agents.episode import Call, EngineAnswer, Episode
 from busrl.agents.roles.holder import EpisodeHolder, run_key
 from busrl.agents.samples import EpisodeSamples, Warn
@@ -135,8 +137,9 @@ def read_digests(path: Path, most: int = DIGESTS_KEPT) -> list[tuple[bytes, int]
 class GroupSlots:
     """Claims and commits whole groups: all `size` members of a draw."""
 
-    def __init__(self, samples: EpisodeSamples, groups: KeptGroups, size: int, warn: Warn) -> None:
-        self._samples, self._groups, self._size, self._warn = samples, groups, size, warn
+    def __init__(self, samples: EpisodeSamples, groups: KeptGroups, size: int, warn: Warn, taught: Any = None) -> None:
+        """`taught`: the store of what teachers said, where that is posted."""
+        self._samples, self._groups, self._size, self._warn, self._taught = samples, groups, size, warn, taught
 
     def take(self) -> list[ClaimedSample]:
         """Claim all members of the first admitted draw of which all wait; [] if there is none."""
@@ -157,6 +160,9 @@ class GroupSlots:
         try:
             for sample, member, score in zip(samples, members, scores):
                 write_episode(self._samples.ring, sample.slot, sample.word, member, member.text, score, messages)
+            if self._taught is not None:
+                numbers = [int(place_of(sample.uid, self._size)[2]) for sample in samples]
+                self._taught.write(draw, [members[numbers.index(number)].taught for number in range(self._size)])
             self._groups.write(digest, draw)
         except (SlotTooSmall, MachineError) as problem:
             for sample in samples:
@@ -197,13 +203,17 @@ class Atropos(EpisodeHolder):
         lines = self.ring.lines()
         waiting = (lines["cls"] == SampleClass.TRAIN) & np.isin(lines["state"], UNCOMMITTED)
         self.groups = KeptGroups(self.paths.atropos_seen, set(lines["group"][waiting].tolist()))
-        self.slots = GroupSlots(self.samples, self.groups, self.size, partial(self.warn, "atropos"))
+        posted = any(row.posted for row in self.topology.learner.teacher)
+        self.taught = capabilities.plug("teachers", "posted_rows") if posted else None
+        store = capabilities.plug("teachers", "store")(self.paths.taught) if posted else None
+        self.slots = GroupSlots(self.samples, self.groups, self.size, partial(self.warn, "atropos"), store)
         self.sampled = SampledTurns()
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         serve, sampling = self.topology.serve, self.topology.agents.sampling
-        rules = Rules(self.size, self.renderer.vocabulary, self.limits, self.renderer.end_ids)
+        rules = Rules(self.size, self.renderer.vocabulary, self.limits, self.renderer.end_ids, self.taught,
+                      self.topology.learner.teacher_k)
         server = AtroposServer(self, rules, self.renderer, sampling, serve.host, serve.port, self.topology.run.name,
                                self.key, self.strangers)
         async with server:

@@ -21,6 +21,7 @@ from torch import Tensor
 from busrl.errors import WeightsRefused
 from busrl.paths import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 from busrl.weights.tensors import VOLATILE as SAVED_ANEW
+from busrl.weights.tensors import added
 
 if TYPE_CHECKING:
     from busrl.weights.base import Receiver
@@ -40,15 +41,25 @@ VOLATILE = (*SAVED_ANEW, "architectures")  # keys of config.json that may differ
 
 
 class Low(NamedTuple):
-    """The adapter of one weight: `scale` times `up` [out, rank] times `down` [rank, in]."""
+    """The adapter of one weight: `scale` times `up` [out, rank] times `down` [rank, in]. Of the experts of a layer
+    `down` has the rows of all of them and `up` the columns, as `added` takes them."""
 
     down: Tensor
     up: Tensor
     scale: float
+    experts: int = 0  # of a tensor [experts, out, in]; 0: of a matrix
+
+    def fits(self, shape: torch.Size) -> bool:
+        """True if it changes a weight of that shape."""
+        ends = [len(self.up), self.down.shape[1]]
+        if not self.experts:
+            return list(shape) == ends
+        return len(shape) == 3 and shape[0] == self.experts and list(shape[1:]) in (ends, ends[::-1])
 
 
 def read(folder: Path) -> dict[str, Low]:
-    """The adapter in a folder of peft's format, by the names of its base weights; WeightsRefused if no plain LoRA."""
+    """The adapter in a folder of peft's format, by the names of its base weights, or of the layers whose experts it
+    changes; WeightsRefused if no plain LoRA."""
     from safetensors.torch import load_file
 
     try:
@@ -68,9 +79,12 @@ def read(folder: Path) -> dict[str, Low]:
                 raise WeightsRefused(f"{folder}: {name!r} is no part of a plain LoRA")
             continue
         up = tensors.get(name.replace(".lora_A.", ".lora_B."))
-        if up is None or down.ndim != 2 or up.ndim != 2 or down.shape[0] != rank or up.shape[1] != rank:
+        experts = config.get("target_parameters") and ".experts." in name
+        rows = len(down) if experts else rank
+        if up is None or down.ndim != 2 or up.ndim != 2 or down.shape[0] != rows or up.shape[1] != rows or rows % rank:
             raise WeightsRefused(f"{folder}: {name!r} has no counterpart of rank {rank}, which {ADAPTER_CONFIG} says")
-        adapter[name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A.weight") + ".weight"] = Low(down, up, scale)
+        layer = name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A.weight")
+        adapter[layer if experts else f"{layer}.weight"] = Low(down, up, scale, rows // rank if experts else 0)
     if not adapter or 2 * len(adapter) != len(tensors):
         raise WeightsRefused(f"{folder}: {len(tensors)} tensors make {len(adapter)} adapted layers")
     return adapter
@@ -120,10 +134,10 @@ class WeightLoader:
 
     def _fitting(self, folder: Path) -> tuple[dict[str, Low], dict[str, Tensor]]:
         """The adapter and the model's parameters; WeightsRefused if a layer is not in the model with that shape."""
-        adapter, parameters = read(folder), dict(self._model.named_parameters())
+        adapter, parameters = _named(read(folder), self._model), dict(self._model.named_parameters())
         for name, low in adapter.items():
             shape = (low.up.shape[0], low.down.shape[1])
-            if name not in parameters or tuple(parameters[name].shape) != shape:
+            if name not in parameters or not low.fits(parameters[name].shape):
                 there = f"has shape {list(parameters[name].shape)}" if name in parameters else "is not in this model"
                 raise WeightsRefused(f"{folder}: the adapter changes {name!r} of shape {list(shape)}, which {there}")
         return adapter, parameters
@@ -147,7 +161,19 @@ class WeightLoader:
             parameter.copy_(new[name])
 
 
+def _named(adapter: dict[str, Low], model: Any) -> dict[str, Low]:
+    """By names of the model's weights: of experts a file names the layer alone, and shapes tell what they are."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    named = {}
+    for name, low in adapter.items():
+        layer = name.replace(".base_layer", "")
+        found = [one for one, shape in shapes.items() if one.rpartition(".")[0] == layer and low.fits(shape)]
+        named[found[0] if low.experts and len(found) == 1 else name] = low
+    return named
+
+
 def _add(into: Tensor, base: Tensor, low: Low) -> None:
     """Add the adapter to `base`, in float32: a bfloat16 product would lose small changes of training."""
     up, down = (part.to(device=into.device, dtype=torch.float32) for part in (low.up, low.down))
-    into.copy_(torch.addmm(base.float(), up, down, alpha=low.scale))
+    transposed = low.experts > 0 and list(into.shape[1:]) != [len(up), down.shape[1]]
+    into.copy_(added(base.float(), up, down, low.scale, transposed))

@@ -105,7 +105,7 @@ class Learner(Actor):
         self.fence, on_progress = UpdateFence(), Progress(self.deadline, self.ring.progress)
         pace = scripted_pace(topology.mock.learner_s_per_token, on_progress)
         with self.activity("compile", COMPILE_S) if self.config.memory.compile else contextlib.nullcontext():
-            self.training = TrainingStep(topology, self.team, on_progress, self.fence, pace)
+            self.training = TrainingStep(topology, self.team, on_progress, self.fence, pace, self.paths.root)
         self.plan = make_plan(topology, streamable=self.training.models.streamable)
         with contextlib.suppress(FateRefused):  # the keeper meets it too, and reports it
             self.ring.finish_drops()  # so that the fates of groups that a predecessor set aside are complete

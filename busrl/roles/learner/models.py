@@ -38,7 +38,7 @@ from busrl.training.model import (
     require_vocabulary,
     vocabulary,
 )
-from busrl.training.scorer import Reference, Teacher
+from busrl.training.scorer import Reference, Teacher, teachers_of
 from busrl.training.settings import TrainerSettings
 from busrl.training.trainer import Hooks, Team, Trainer
 from busrl.training.value_head import FOLDER as VALUE
@@ -50,9 +50,10 @@ ADAPTER = "adapter"  # folder of a checkpoint
 class Models:
     """The trainer of a learner and the models beside it. Loading a checkpoint may make another `trainer`."""
 
-    def __init__(self, topology: Topology, team: Team | None, hooks: Hooks) -> None:
-        """`team`: the other ranks, where the model is spread over several."""
+    def __init__(self, topology: Topology, team: Team | None, hooks: Hooks, root: Path = Path()) -> None:
+        """`team`: the other ranks, where the model is spread over several. `root`: the run directory."""
         self.config, self.team, self._hooks = topology.learner, team, hooks
+        self._teachers = teachers_of(topology, root)
         self.source = Path(topology.model.path)
         self.device = device.choose(topology.device_of("learner"))
         self.settings = TrainerSettings.of(topology)
@@ -108,6 +109,10 @@ class Models:
         """The function that gives a teacher's most probable tokens, of those that the model has."""
         if not catalog.taught(self.config) and not reads(loss, "teacher"):
             return None
+        if self._teachers is not None:
+            words = vocabulary(trained.model)
+            made: Teacher = self._teachers(self._other, trained, words, self._hooks.on_progress)
+            return made
         if self.teacher is None:
             raise UserError(f'learner.loss = "{self.config.loss}": it needs a teacher; set model.teacher to its folder')
         forward, words = self._other(self.teacher), vocabulary(trained.model)

@@ -44,10 +44,11 @@ class TrainingStep:
     def __init__(
         self, topology: Topology, team: Team | None = None, on_progress: Callable[[], None] = _nothing,
         before_update: Callable[[], None] = _nothing, pace: Callable[[float, int], None] = _nothing,
+        root: Path = Path(),
     ) -> None:
         """`team`: the other ranks, where the model is spread over several. `on_progress` is called after each
         micro-batch and part of a checkpoint; `before_update` when the weights are about to change; `pace` with the
-        begin and the tokens of an accumulation."""
+        begin and the tokens of an accumulation. `root`: the run directory."""
         device.keep_freed_memory()
         self._on_progress, self._before_update, self._pace = on_progress, before_update, pace
         self.late = topology.experiments.forced_age > 0  # a version has older weights than those of its step
@@ -59,7 +60,7 @@ class TrainingStep:
         self._cut_tokens = self._gone_tokens = 0
         self.tokens = TrainedTokens(terms_of(topology))
         self.stale = self.tokens.stale
-        self.models = Models(topology, team, Hooks(on_progress, self.stale.ages))
+        self.models = Models(topology, team, Hooks(on_progress, self.stale.ages), root)
         self.advantages = StepAdvantages(topology, self.models, self.tokens)
         self.config, self.schedule = topology.learner, schedule_of(topology)
 
