@@ -2,12 +2,15 @@
 
     python -m benchmarks prefix [--turns 40] [--json FILE]
     python -m benchmarks prefix --engine [--turns 20]
+    python -m benchmarks prefix --learner [--json FILE]
 
 Each run is `busrl launch` with an agent whose episodes put fixed numbers of ids between answers of fixed lengths, so
 that all variants read and draw alike. Told of each: ids that an episode puts in, prompt ids computed for it by engines
 (also for each id put in, of which the bar is 1.3, and for each trained), the share found in kept rows, and the seconds
 from the first step to the last over the episodes that ended meanwhile. `--engine` times the torch engine alone, in CPU
 seconds, with 32 such episodes at a time, each of which waits one to three decoding steps between two turns.
+`--learner` times forward and backward of a micro-batch, in CPU seconds of one thread: sequences share their prompts
+alone, or all that they have in common; the two take turns.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks import ROOT
@@ -119,6 +122,95 @@ def engine_alone(model: Path, turns: int, keep_s: float, episodes: int = 32) -> 
     return f"| {1e3 * seconds:.0f} ms | {engine.statistics().prefill_tokens // episodes:,} |"
 
 
+# -- the learner -----
+
+FORKS, ROUNDS = 8, 7
+
+
+def micro_batches() -> dict[str, list[Any]]:
+    """Samples of about 8,000 positions each: groups whose prompts begin alike, forked episodes, and what shares nothing
+    but prompts."""
+    import numpy as np
+
+    from busrl.training.batch import Sample, Turns
+
+    chance = np.random.default_rng(0)
+
+    def ids(count: int) -> Any:
+        return chance.integers(2, 14, count).astype(np.int32)
+
+    def answer(uid: int, group: int, prompt: Any, count: int) -> Sample:
+        zeros = np.zeros(count, np.float32)
+        return Sample(uid, group, uid, prompt, ids(count), zeros, zeros.astype(np.uint32))
+
+    def forked(uid: int, common: int, own: int) -> Sample:
+        start = ids(common)
+        parts = [np.concatenate([start, ids(own)]) for _ in range(FORKS)]
+        rows = np.array([(0, 24, 40), *((n, common, common + own) for n in range(FORKS))])
+        count = int((rows[:, 2] - rows[:, 1]).sum())
+        zeros = np.zeros(count, np.float32)
+        turns = Turns(np.array([len(part) for part in parts]), rows, np.zeros(count, np.bool_))
+        return Sample(uid, uid, 0, ids(0), np.concatenate(parts), zeros, zeros.astype(np.uint32), turns=turns)
+
+    system = ids(400)
+    prompts = [np.concatenate([system, ids(40)]) for _ in range(8)]
+    return {
+        "8 groups of 4, prompts of 440 with 400 in common, answers of 130": [
+            answer(4 * g + n, g, prompts[g], 130) for g in range(8) for n in range(4)],
+        "2 episodes of 8 forks, 400 in common, 100 each": [forked(uid, 400, 100) for uid in range(2)],
+        "2 episodes of 8 forks, 100 in common, 400 each": [forked(uid, 100, 400) for uid in range(2)],
+        "8 groups of 8, prompts of 200, answers of 100": [
+            answer(8 * g + n, g, prompt, 100) for g, prompt in enumerate(map(ids, [200] * 8)) for n in range(8)],
+        "64 groups of 1, prompts of 24, answers of 16": [answer(g, g, ids(24), 16) for g in range(64)],
+    }
+
+
+def learner_alone(model: Path, samples: list[Any]) -> dict[str, Any]:
+    """CPU seconds of forward and backward, and rows, with prompts shared alone and with all that is in common."""
+    import torch
+
+    from busrl.training import packing
+    from busrl.training.batch import flatten
+    from busrl.training.forward import choose_forward
+    from busrl.training.model import load
+
+    torch.set_num_threads(1)
+    way = choose_forward(load(model))
+    flat = flatten(samples, torch.float32, torch.device("cpu"))
+    usual, spent = packing.LEAST_SAVED, dict[str, list[float]]()
+    rows = {name: len(packing.plan_of(samples, beyond=name == "all").ids) for name in ("prompts", "all")}
+    for _ in range(ROUNDS):
+        for name, least in (("prompts", 2.0), ("all", usual)):
+            packing.LEAST_SAVED = least  # two times all rows are never saved
+            begun = time.process_time()
+            way.score(samples, flat)[0].sum().backward()
+            spent.setdefault(name, []).append(time.process_time() - begun)
+    packing.LEAST_SAVED = usual
+    seconds = {name: median(times[1:]) for name, times in spent.items()}
+    return {"rows": rows, "seconds": seconds, "gain": seconds["prompts"] / seconds["all"], "load": os.getloadavg()[0]}
+
+
+def compare_learner(sizes: list[str], file: Path | None) -> None:
+    print("| model | micro-batch | rows, prompts once | rows, all once | CPU s | CPU s | times as fast |\n|"
+          + 7 * "---|")
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        for size in sizes:
+            model = model_folder(Path(name) / size, SIZES[size], 2048)
+            for what, samples in micro_batches().items():
+                row = {"model": size, "micro_batch": what, **learner_alone(model, samples)}
+                rows.append(row)
+                counts, seconds = row["rows"], row["seconds"]
+                print(f"| {size} | {what} | {counts['prompts']:,} | {counts['all']:,} | {seconds['prompts']:.3f} | "
+                      f"{seconds['all']:.3f} | {row['gain']:.2f} |", flush=True)
+    if file:
+        file.write_text(json.dumps({**_where(), "runs": rows}, indent=1) + "\n")
+
+
+def _where() -> dict[str, Any]:
+    return {"machine": report.machine(), "commit": report.commit(ROOT), "date": time.strftime("%F %R")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--turns", type=int, default=40)
@@ -128,7 +220,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(VARIANTS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--engine", action="store_true")
+    parser.add_argument("--learner", action="store_true")
     options = parser.parse_args()
+    if options.learner:
+        compare_learner(options.sizes, options.json)
+        return
     if options.engine:
         print("| model | prefix_keep_s | CPU time of an episode | prompt ids computed |\n|---|---|---|---|")
         with tempfile.TemporaryDirectory() as name:
@@ -155,6 +251,5 @@ def main() -> None:
                       f"| {figures['hit_share']:.3f} "
                       f"| {figures['seconds_per_episode']:.3f} | {figures['load']:.1f} |", flush=True)
     if options.json:
-        result = {"machine": report.machine(), "commit": report.commit(ROOT), "date": time.strftime("%F %R"),
-                "turns": options.turns, "runs": rows}
+        result = {**_where(), "turns": options.turns, "runs": rows}
         options.json.write_text(json.dumps(result, indent=1) + "\n")

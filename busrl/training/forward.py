@@ -177,7 +177,8 @@ class PaddedRows(Forward):
 
 
 class PackedRows(PaddedRows):
-    """The decoder over one row of samples without padding, in which the prompt of a group stands once."""
+    """The decoder over one row of samples without padding, in which what they have in common stands once: prompts, and
+    without replay longer beginnings."""
 
     name, together = "packed", True
 
@@ -186,9 +187,9 @@ class PackedRows(PaddedRows):
         return super().on(model)
 
     def states(self, samples: Sequence[Sample]) -> Tensor:
-        plan = packing.plan_of(samples, self.device)
-        heads, tails = plan.begins
-        self._route(samples, len(plan.ids), heads, tails)
+        plan = packing.plan_of(samples, self.device, beyond=self.replay is None)
+        if self.replay is not None:
+            self._route(samples, len(plan.ids), *plan.begins)
         hidden: Tensor = self.model.base_model(
             input_ids=plan.ids[None], position_ids=plan.positions[None], use_cache=False, plan=plan
         )[0]

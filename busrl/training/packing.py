@@ -1,9 +1,11 @@
-"""Packed rows: samples one after another without padding, a shared prompt once, and the attention over them.
+"""Packed rows: samples one after another without padding, what they share once, and the attention over them.
 
 `plan_of` lays samples out; `attend` is the attention that transformers calls in every layer of a model that `adopt`
 prepared, with the plan as an argument of the model's call.
 
-- A token attends to the prompt of its own sequence and to what stands before it there, to nothing else.
+- A token attends to what stands before it in its own sequence, to nothing else.
+- Sequences that begin alike share their prompt, or, where that saves enough rows, all that they have in common: turns
+  of forked episodes, the beginning of several prompts.
 - Positions begin at 0 in every sample. Sliding window, cap of the scores and attention sinks are those of the layer.
 - On a GPU one call of torch's flash attention computes all sequences of a layer, where its kernel knows the layer's
   rule and has given what the slow way gives. On a CPU short sequences are computed together, as rectangles of similar
@@ -14,9 +16,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,22 +27,26 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from busrl.training.batch import Ints, Sample, numbered, pieces_of, predicting_positions
+from busrl.training.batch import Ints, Piece, Sample, numbered, pieces_of, predicting_positions
 
 T = TypeVar("T")
 NAME = "busrl_packed"  # by which transformers knows `attend`
 LONGEST_TOGETHER = 256  # of a rectangle: above, its padding and its scores cost more than separate calls
 MOST_PADDING = 4000  # scores of padding in a rectangle: more would cost what one more rectangle costs
+LEAST_SHARED = 32  # rows that a shared stretch has to save: every stretch is a sequence more in each layer
+LEAST_SAVED = 0.05  # of all rows, that shared stretches have to save where shared prompts alone would do
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of consecutive rows; each attends to its own rows and to a stretch of earlier rows."""
+    """Sequences of consecutive rows; each attends to its own rows and to earlier rows: a stretch of them, or a stretch
+    of `context`, which has numbers of rows."""
 
-    before_first: Ints  # per sequence: the first row of the stretch
-    before: Ints  # number of rows of the stretch
+    before_first: Ints  # per sequence: the first of the earlier rows, or the first place in `context`
+    before: Ints  # number of earlier rows
     first: Ints  # the first of its own rows
     lengths: Ints
+    context: Ints | None = None
     cache: dict[Any, Any] = field(default_factory=dict, compare=False)  # layouts and borders, once for all layers
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
@@ -50,7 +57,14 @@ class Sequences:
         return value
 
     def __getitem__(self, chosen: Ints) -> Sequences:
-        return Sequences(self.before_first[chosen], self.before[chosen], self.first[chosen], self.lengths[chosen])
+        columns = (column[chosen] for column in (self.before_first, self.before, self.first, self.lengths))
+        return Sequences(*columns, self.context)
+
+    def earlier(self, places: Ints) -> Ints:
+        """The earlier rows at these places; places beyond the last give any row."""
+        if self.context is None:
+            return places
+        return self.context[np.minimum(places, len(self.context) - 1)] if len(self.context) else places * 0
 
     def rows(self) -> Iterator[tuple[int, int, int, int]]:
         """Rows of each sequence: first and number of the rows before it, first and number of its own."""
@@ -62,18 +76,27 @@ class Sequences:
 class Plan:
     """The rows of a micro-batch, in two kinds. First the prompts (all ids before the first generated token but the last
     one), each once for all pieces that begin with it. Then, in flat order, the rest of each piece: the positions that
-    predict its tokens."""
+    predict its tokens. Where pieces have more in common all rows are of the second kind, in the order of a tree."""
 
     ids: Tensor  # [rows]
     positions: Tensor  # [rows]
     shared: int  # rows of the first kind
     sequences: Sequences  # cover all rows, in order: prompts, then pieces
     wanted: Tensor | None = None  # of the rows of the second kind those that predict a generated token; None: all
-    begins: tuple[Ints, ...] = ()  # of each piece the first row of its prompt, and the first of the rest
+    begins: tuple[Ints, ...] = ()  # of each piece the first row of its prompt, and of the rest; none of a tree
 
 
-def plan_of(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Plan:
-    """The plan of these samples, whose ids are int32."""
+def plan_of(samples: Sequence[Sample], device: torch.device | str = "cpu", beyond: bool = True) -> Plan:
+    """The plan of these samples, whose ids are int32. `beyond`: they may share more than whole prompts."""
+    plan, parts = _prompts_shared(samples, device), pieces_of(samples)
+    if not beyond:
+        return plan
+    nodes = _tree(parts)
+    saved = len(plan.ids) - sum(node.end - node.begin for node in nodes)
+    return plan if saved < max(LEAST_SHARED, LEAST_SAVED * len(plan.ids)) else _all_shared(parts, nodes, device)
+
+
+def _prompts_shared(samples: Sequence[Sample], device: torch.device | str) -> Plan:
     parts = pieces_of(samples)
     firsts = np.array([piece.spans[0, 0] for piece in parts])
     prompts: dict[bytes, int] = {}
@@ -98,6 +121,79 @@ def plan_of(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Pl
         begins=(shared_first[which], own_first), sequences=Sequences(
             np.concatenate([none, shared_first[which]]), np.concatenate([none, before]),
             np.concatenate([shared_first, own_first]), np.concatenate([shared_lengths, own_lengths]),
+        ),
+    )
+
+
+class Node(NamedTuple):
+    """Ids `begin` to `end` of a piece, which all pieces below this node have in these places."""
+
+    parent: int  # -1: none
+    piece: int
+    begin: int
+    end: int
+    leaf: bool  # of this piece alone
+
+
+def _tree(parts: Sequence[Piece]) -> list[Node]:
+    """Find what pieces have in common from their beginning on, parents first, without the last id of each, which
+    predicts nothing. Every piece has one leaf, perhaps an empty one."""
+    keys = [piece.ids[:-1].astype(">i4").tobytes() for piece in parts]
+    order = sorted(range(len(parts)), key=keys.__getitem__)
+    ids = [parts[at].ids[:-1] for at in order]
+    common = np.array([0, *(_common(one, other) for one, other in itertools.pairwise(ids))])
+    nodes: list[Node] = []
+    open_parts = [(0, len(order), 0, -1)]  # pieces in order, ids that are in nodes already, the node above
+    while open_parts:
+        first, last, begin, parent = open_parts.pop()
+        if last - first == 1:
+            nodes.append(Node(parent, order[first], begin, len(ids[first]), True))
+            continue
+        inner = common[first + 1 : last]
+        end = int(inner.min())
+        if (last - first - 1) * (end - begin) >= LEAST_SHARED:
+            nodes.append(Node(parent, order[first], begin, end, False))
+            begin, parent = end, len(nodes) - 1
+        cuts = [first, *(np.flatnonzero(inner == end) + first + 1).tolist(), last]
+        open_parts += [(*pair, begin, parent) for pair in itertools.pairwise(cuts)]
+    return nodes
+
+
+def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """The number of ids with which both begin."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _all_shared(parts: Sequence[Piece], nodes: Sequence[Node], device: torch.device | str) -> Plan:
+    """The plan in which each node of the tree is a sequence behind those above it."""
+    lengths = np.array([node.end - node.begin for node in nodes])
+    first = np.cumsum(lengths) - lengths
+    paths: list[Ints] = []  # of each node: the rows of all ids up to its end
+    places = np.empty(len(parts), np.int64)  # the leaf of each piece
+    contexts: dict[int, int] = {}  # by the node above: where its rows begin in the context
+    filled = 0
+    for number, node in enumerate(nodes):
+        above = paths[node.parent] if node.parent >= 0 else np.zeros(0, np.int64)
+        paths.append(np.concatenate([above, np.arange(first[number], first[number] + lengths[number])]))
+        if node.leaf:
+            places[node.piece] = number
+        if node.parent not in contexts:
+            contexts[node.parent] = filled
+            filled += len(above)
+    rows, columns = predicting_positions(parts)
+    begins = np.cumsum([0, *(len(paths[place]) for place in places.tolist())])
+    wanted = np.concatenate([paths[place] for place in places.tolist()])[begins[rows] + columns]
+    return Plan(
+        ids=torch.from_numpy(np.concatenate([parts[node.piece].ids[node.begin : node.end] for node in nodes])
+                             .astype(np.int64)).to(device),
+        positions=torch.from_numpy(numbered(lengths) + np.repeat([node.begin for node in nodes], lengths)).to(device),
+        shared=0, wanted=torch.from_numpy(wanted).to(device),
+        sequences=Sequences(
+            np.array([contexts[node.parent] for node in nodes]), np.array([node.begin for node in nodes]), first,
+            lengths,
+            np.concatenate([paths[above] if above >= 0 else np.zeros(0, np.int64) for above in contexts]),
         ),
     )
 
@@ -144,7 +240,7 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, r
         return _at_once(query, key, value, sequences, rule)
     layout = sequences.once((rule.window, query.dtype), lambda: _layout(sequences, rule.window, query))
     mixed = _together(query, key, value, layout, rule)
-    mixed += [_alone(query, key, value, rows, rule) for rows in layout.alone]
+    mixed += [_alone(query, key, value, rows, layout.context, rule) for rows in layout.alone]
     rows = torch.cat(mixed)
     return rows if layout.order is None else F.embedding(layout.order, rows.flatten(1)).view(-1, *rows.shape[1:])
 
@@ -216,7 +312,8 @@ class Borders:
         if some.before.any():
             place, before = numbered(spans), np.repeat(some.before, spans)
             shared, first = np.repeat(some.before_first, spans), np.repeat(some.first, spans)
-            keys = torch.from_numpy(np.where(place < before, shared + place, first + place - before)).to(device)
+            rows = np.where(place < before, sequences.earlier(shared + place), first + place - before)
+            keys = torch.from_numpy(rows).to(device)
         ends = (np.concatenate([[0], np.cumsum(part)]).astype(np.int32) for part in (some.lengths, spans))
         of_queries, of_keys = (torch.from_numpy(part).to(device) for part in ends)
         return cls(keys, of_queries, of_keys, (int(some.lengths.max()), int(spans.max())))
@@ -241,7 +338,12 @@ def _at_once(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, ru
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
-    return torch.cat([_alone(query, key, value, rows, rule) for rows in sequences.rows() if rows[3]])
+    context = _on(sequences.context, query.device)
+    return torch.cat([_alone(query, key, value, rows, context, rule) for rows in sequences.rows() if rows[3]])
+
+
+def _on(context: Ints | None, device: torch.device) -> Tensor | None:
+    return None if context is None else torch.from_numpy(context).to(device)
 
 
 # -- rectangles, and sequences one by one ----------------------------------------------
@@ -286,6 +388,7 @@ class Layout:
     hidden: tuple[Tensor, ...]  # per rectangle [sequences, 1, longest, longest context]: 0 or -inf
     alone: tuple[tuple[int, int, int, int], ...]  # per sequence: first and number of rows before, first and number
     order: Tensor | None  # where each row stands in rectangles and sequences alone; None: as it is
+    context: Tensor | None  # rows before the sequences alone, if they are no stretch of rows
 
 
 def _layout(sequences: Sequences, window: int, like: Tensor) -> Layout:
@@ -299,7 +402,7 @@ def _layout(sequences: Sequences, window: int, like: Tensor) -> Layout:
         keys=_flat([rectangle.keys for rectangle in rectangles]),
         shapes=tuple((*rectangle.queries.shape, rectangle.keys.shape[1]) for rectangle in rectangles),
         hidden=tuple(rectangle.hidden for rectangle in rectangles), alone=tuple(long.rows()),
-        order=_order(rectangles, long) if rectangles else None,
+        order=_order(rectangles, long) if rectangles else None, context=_on(sequences.context, like.device),
     )
 
 
@@ -337,7 +440,8 @@ def _rectangle(part: Sequences, window: int, dtype: torch.dtype) -> Rectangle:
     hidden = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
     return Rectangle(
         queries=np.where(real, part.first[:, None] + place, 0),
-        keys=np.where(span < before, part.before_first[:, None] + span, queried), hidden=hidden[:, None], real=real,
+        keys=np.where(span < before, part.earlier(part.before_first[:, None] + span), queried), hidden=hidden[:, None],
+        real=real,
     )
 
 
@@ -385,13 +489,19 @@ def _heads_first(rows: Tensor, sequences: int, heads: int) -> Tensor:
     return by_head if by_head.shape[1] == heads else by_head.repeat_interleave(heads // by_head.shape[1], 1)
 
 
-def _alone(query: Tensor, key: Tensor, value: Tensor, place: tuple[int, int, int, int], rule: Rule) -> Tensor:
+def _alone(
+    query: Tensor, key: Tensor, value: Tensor, place: tuple[int, int, int, int], context: Tensor | None, rule: Rule
+) -> Tensor:
     """A sequence alone: [rows, heads, size]."""
     start, count, first, length = place
     queried, stretch = slice(first, first + length), slice(start, start + count)
     repeats = query.shape[1] // key.shape[1]
+    before = (
+        rows[:, :, stretch] if context is None else rows.index_select(2, context[stretch]) for rows in (key, value)
+    )
     keys, values = (
-        torch.cat([rows[:, :, stretch], rows[:, :, queried]], 2).repeat_interleave(repeats, 1) for rows in (key, value)
+        torch.cat([rows, own[:, :, queried]], 2).repeat_interleave(repeats, 1)
+        for rows, own in zip(before, (key, value), strict=True)
     )
     return _sequence(query[:, :, queried], keys, values, count, rule)[0].transpose(0, 1)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.training import packing
-from busrl.training.batch import Sample, flatten
+from busrl.training.batch import Sample, Turns, flatten, pieces_of
 from busrl.training.forward import choose_forward
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -200,3 +200,104 @@ def test_a_plan_holds_every_token_once_and_every_prompt_once(shapes: list[tuple[
         places = [*range(start, start + count), *range(first, first + length)]
         assert plan.ids[places].tolist() == [*sample.prompt_ids.tolist(), *sample.token_ids.tolist()[:-1]]
         assert plan.positions[places].tolist() == list(range(len(places)))
+
+
+# -- more than whole prompts in common --------------------------------------------------------------------------
+
+
+def episode(uid: int, sequences: list[tuple[list[int], list[tuple[int, int]]]]) -> Sample:
+    """An episode of these sequences, each with the spans that were generated in it."""
+    rows = np.array([(number, *span) for number, (_, spans) in enumerate(sequences) for span in spans])
+    ids = np.concatenate([np.array(one, np.int32) for one, _ in sequences])
+    count = int((rows[:, 2] - rows[:, 1]).sum())
+    turns = Turns(np.array([len(one) for one, _ in sequences]), rows, np.zeros(count, np.bool_))
+    zeros = np.zeros(count, np.float32)
+    return Sample(uid, 0, uid, np.zeros(0, np.int32), ids, zeros, zeros.astype(np.uint32), turns=turns)
+
+
+def alike() -> list[Sample]:
+    """Forked episodes, and answers to prompts that begin alike, among samples that share nothing."""
+    random = np.random.default_rng(8)
+
+    def ids(count: int) -> list[int]:
+        return random.integers(0, 64, count).tolist()
+
+    start, middle = ids(30), ids(20)
+    forks = [([*start, *middle, *ids(5 + n)], [(40, 44), (52, 53 + n)]) for n in range(3)]
+    forks.append(([*start, *ids(9)], [(30, 34)]))
+    made = [episode(0, forks), episode(1, [([*start, *middle, *ids(3)], [(50, 53)])])]
+    for member, prompt in enumerate([[*start, *ids(4)], [*start, *ids(6)], ids(5)]):
+        tokens, zeros = np.array(ids(7), np.int32), np.zeros(7, np.float32)
+        versions = zeros.astype(np.uint32)
+        made.append(Sample(9 + member, 5 + member, 0, np.array(prompt, np.int32), tokens, zeros, versions))
+    return made
+
+
+def each_alone(model: Any, own: list[Sample]) -> torch.Tensor:
+    """Every sequence in a row of its own, by the model's own forward."""
+    found = []
+    for piece in pieces_of(own):
+        ids = torch.from_numpy(piece.ids.copy()).long()
+        logs = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0, :-1].float(), -1)
+        chosen = logs.gather(-1, ids[1:, None])[:, 0]
+        found += [chosen[begin - 1 : end - 1] for begin, end in piece.spans.tolist()]
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("longest", [256, 20, 0, -1], ids=["rectangles", "both", "alone", "one call"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_sequences_have_in_common_is_computed_once_and_exactly(
+    kind: str, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, own = build(kind), alike()
+    expected = each_alone(model, own)
+    slopes = gradients(model, (expected * torch.arange(len(expected))).sum())
+    if longest < 0 and kind in ("qwen2", "qwen3", "mistral", "gemma3"):
+        monkeypatch.setattr(packing, "_flash", lambda: (kernel_on_a_cpu, True))
+        monkeypatch.setattr(packing, "_flash_knows", lambda query, key, rule: True)
+    monkeypatch.setattr(packing, "LONGEST_TOGETHER", longest)
+    plan, prompts = packing.plan_of(own), packing.plan_of(own, beyond=False)
+    assert len(plan.ids) < 0.7 * len(prompts.ids) and plan.shared == 0
+    way = choose_forward(model)
+    assert way.name == "packed"
+    actual, _ = way.score(own, flatten(own, torch.float32, model.device))
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+    for name, slope in gradients(model, (actual * torch.arange(len(actual))).sum()).items():
+        assert float((slope - slopes[name]).abs().max()) < 1e-4 * (1 + float(slopes[name].abs().max())), name
+
+
+def paths_of(plan: packing.Plan) -> list[tuple[int, ...]]:
+    """Of each row the ids up to it, by what it attends to."""
+    paths: list[tuple[int, ...]] = [()] * len(plan.ids)
+    ids = plan.ids.tolist()
+    for start, before, first, length in plan.sequences.rows():
+        earlier = plan.sequences.earlier(np.arange(start, start + before)).tolist()
+        for row in range(first, first + length):
+            paths[row] = tuple(ids[at] for at in [*earlier, *range(first, row + 1)])
+            assert int(plan.positions[row]) == len(paths[row]) - 1
+    return paths
+
+
+sequences = st.lists(st.integers(0, 1), min_size=2, max_size=12).flatmap(
+    lambda ids: st.tuples(st.just(ids), st.integers(1, len(ids) - 1)))
+
+
+@settings(max_examples=150)
+@given(made=st.lists(sequences, min_size=1, max_size=14), least=st.sampled_from([1, 4, 10**6]))
+def test_a_row_of_a_tree_stands_once_behind_its_own_ids(made: list[tuple[list[int], int]], least: int) -> None:
+    own = [episode(uid, [(ids, [(begin, len(ids))])]) for uid, (ids, begin) in enumerate(made)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "LEAST_SHARED", least)
+        patch.setattr(packing, "LEAST_SAVED", 0.0)
+        plan = packing.plan_of(own)
+    paths = paths_of(plan)
+    rows = range(plan.shared, len(paths)) if plan.wanted is None else (plan.wanted + plan.shared).tolist()
+    assert [paths[row] for row in rows] == [tuple(ids[:at]) for ids, begin in made for at in range(begin, len(ids))]
+    if least == 1:
+        assert len(paths) == len({tuple(ids[:at]) for ids, _ in made for at in range(1, len(ids))})
+
+
+def test_samples_that_share_prompts_alone_have_the_plan_that_they_had() -> None:
+    own = samples(40)
+    plan, before = packing.plan_of(own), packing.plan_of(own, beyond=False)
+    assert torch.equal(plan.ids, before.ids) and plan.shared == before.shared > 0 and plan.sequences.context is None
