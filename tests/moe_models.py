@@ -78,4 +78,4 @@ def routes_of(model: Any, ids: Any) -> Any:
         model(torch.tensor(np.asarray(ids).tolist())[None], use_cache=False)
     for hook in hooks:
         hook.remove()
-    return torch.stack(found, 1).numpy().astype(np.uint8)
+    return torch.stack(found, 1).numpy()

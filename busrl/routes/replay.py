@@ -23,7 +23,7 @@ from torch import Tensor
 
 from busrl.data.routing import Routing
 from busrl.errors import ModelNotLoaded
-from busrl.routes.routers import OWN, choice_of, routers_of
+from busrl.routes.routers import NEITHER, choice_of, routers_of
 from busrl.training.batch import Ints, Sample, predicting_positions
 
 CHOSEN_BY_MODEL = -1  # in the place of an id
@@ -267,6 +267,8 @@ class Replay:
         sound = bool((ordered[..., 1:] != ordered[..., :-1]).all() and (ids < self.routing.experts).all())
         if ids.shape[1:] != self.routing.shape or not sound:
             raise self._refused(f"its routers do not choose {self.routing.top_k} of {self.routing.experts} experts")
+        if not self.carries:
+            return
         if None in self._rules:
             raise self._refused("how its routers weigh the experts they chose is not known here")
         self._held = ids
@@ -276,7 +278,7 @@ class Replay:
             raise self._refused("with its own choices given back it computes something else")
 
     def _refused(self, what: str) -> ModelNotLoaded:
-        return ModelNotLoaded(f"{self._name}: {what}, so it cannot replay the engine's; set {OWN}")
+        return ModelNotLoaded(f"{self._name}: {what}, so it cannot replay the engine's; set {NEITHER}")
 
 
 def rule_of(module: Any, logits: Tensor, weights: Tensor, ids: Tensor) -> Rule | None:

@@ -14,6 +14,7 @@ from busrl.errors import ModelNotLoaded
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # of a module's name
 OWN = 'learner.routes = "own"'
+NEITHER = f"{OWN} and learner.balance = 0"
 
 
 def routers_of(model: Any, routing: Routing) -> list[Any]:
@@ -26,7 +27,7 @@ def routers_of(model: Any, routing: Routing) -> list[Any]:
         counts = {layer: len(modules) for layer, modules in sorted(found.items())}
         raise ModelNotLoaded(
             f"{type(model).__name__}: by its config.json its layers {list(routing.layers)} choose experts, but routers "
-            f"(by layer) are {counts or 'nowhere'}; set {OWN}"
+            f"(by layer) are {counts or 'nowhere'}; set {NEITHER}"
         )
     return [found[layer][0] for layer in routing.layers]
 
@@ -39,5 +40,5 @@ def choice_of(module: Any, output: Any) -> tuple[Any, Any, Any]:
             return logits, weights, ids
     raise ModelNotLoaded(
         f"{type(module).__name__} does not give logits, weights and ids of experts, as routers of most families do; "
-        f"set {OWN}"
+        f"set {NEITHER}"
     )

@@ -3,26 +3,29 @@
 Looks at a topology and at the model's config.json. Knows nothing of slots, logs or how a model is replayed.
 
 - `learner.routes = "auto"` never refuses for what it finds: it carries routes, or leaves them out and says why in one
-  line of `busrl check`. "replay" refuses for the same reasons.
+  line of `busrl check`. "replay" refuses for the same reasons, but tries any family of models: the learner's start
+  decides.
 - All parts of a run look at `derived.routing` alone, which is made here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 from busrl.data.pretrained import model_at, read_config
 from busrl.data.routing import Routing, routing_of
+from busrl.data.vocabulary import language_of
 from busrl.engines import vllm_versions
 from busrl.preflight.findings import Check, Clash, Finding, clashes
 from busrl.topology.kinds import ENGINES
 from busrl.topology.schema import ATROPOS, Process, Topology
 from busrl.topology.sizes import most_segments, rollouts, route_bytes_of_step
 
+TRIED = ("deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 MOST_CHOSEN = 64  # experts of a token in a layer
 LOGGED_BYTES = 64 << 20  # of routes in one record of the write-ahead log that need no word of the user's
-OWN = 'routes = "own"'
+OWN, REPLAY = 'routes = "own"', 'routes = "replay"'
 
 
 def routing(t: Topology) -> tuple[Routing | None, str]:
@@ -37,6 +40,8 @@ def routing(t: Topology) -> tuple[Routing | None, str]:
     if t.learner.routes == "auto":
         if t.model.dtype == "float32":
             return None, f"{experts}; the learner chooses its own, which in float32 are the engine's"
+        if (family := language_of(_config(t)).get("model_type")) not in TRIED:
+            return None, f"{experts}; the learner chooses its own: models of type {family} were not tried ({REPLAY})"
         if any(entry.role == "rollout" and (entry.command or not entry.count) for entry in t.process):
             return None, f"{experts}; the learner chooses its own: of programs of others nothing is known"
         if (objection := next(_objections(t, shape), None)) is not None:
@@ -46,8 +51,12 @@ def routing(t: Topology) -> tuple[Routing | None, str]:
 
 
 def _shape(t: Topology) -> Routing | None:
+    return routing_of(_config(t))
+
+
+def _config(t: Topology) -> dict[str, Any]:
     folder = model_at(t.model.path)
-    return routing_of(read_config(Path(folder))) if folder is not None else None
+    return read_config(folder) if folder is not None else {}
 
 
 # -- what carries no routes -----

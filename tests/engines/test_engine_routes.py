@@ -64,6 +64,15 @@ def test_answers_of_a_crowd_have_the_routes_of_whole_forwards(folder: Path, mode
         check(model, routing_at(folder), every(prompt, results[key]), results[key])
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(300, 1), (256, 3), (4, 4)])
+def test_ids_of_one_byte_or_two_are_those_of_whole_forwards(tmp_path: Path, experts: int, top_k: int) -> None:
+    folder = moe_folder(tmp_path, layers=4, mlp_only_layers=[1], experts=experts, top_k=top_k)
+    model, engine = AutoModelForCausalLM.from_pretrained(folder), routed(folder)
+    results = run(engine, [request(k, prompt) for k, prompt in enumerate(PROMPTS)])
+    for key, prompt in enumerate(PROMPTS):
+        check(model, routing_at(folder), every(prompt, results[key]), results[key])
+
+
 @pytest.mark.parametrize("budget", [2048, 3])
 def test_turns_over_kept_prefixes_have_every_row(folder: Path, model: Any, budget: int) -> None:
     engine = routed(folder, prefix_keep_s=30.0, prefill_tokens=budget)

@@ -16,7 +16,8 @@ from busrl.topology import Topology
 from busrl.topology.sizes import call_ring, most_segments, route_bytes
 
 Loader = Callable[..., Topology]
-EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 6, "mlp_only_layers": [1]}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 6,
+           "mlp_only_layers": [1]}
 SHAPE = Routing((0, 2, 3, 4, 5), 32, 4)
 REPLAY = "learner.routes=replay"
 BF16 = "model.dtype=bfloat16"
@@ -55,6 +56,14 @@ def test_auto_carries_routes_but_in_float32(experts: Loader) -> None:
     assert experts("", BF16).derived.routing == SHAPE
     assert experts("", BF16, "learner.routes=own").derived.routing is None
     assert experts("", "model.dtype=float32", REPLAY).derived.routing == SHAPE
+
+
+def test_auto_leaves_out_families_that_were_not_tried(experts: Loader) -> None:
+    other = {**EXPERTS, "model_type": "jetmoe"}
+    left_out = experts("", BF16, config=other)
+    assert left_out.derived.routing is None
+    assert [line for line in left_out.derived.explain if "type jetmoe were not tried" in line]
+    assert experts("", BF16, REPLAY, config=other).derived.routing == SHAPE, "its start decides"
 
 
 @pytest.mark.parametrize("foreign", ['command = ["true"]', "count = 0"])

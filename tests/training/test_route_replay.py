@@ -106,7 +106,7 @@ def furthest(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 def own_routes(model: Any, sample: Sample) -> Sample:
     """The sample with the routes that the model itself takes."""
-    routes = routes_of(model, np.concatenate([sample.prompt_ids, sample.token_ids]))[:-1]
+    routes = routes_of(model, np.concatenate([sample.prompt_ids, sample.token_ids]))[:-1].astype(ROUTING.dtype)
     first = len(sample.prompt_ids) - 1
     return replace(sample, prompt_routes=routes[:first], routes=routes[first:])
 
@@ -364,6 +364,9 @@ def test_a_router_whose_weights_follow_no_known_rule_is_refused() -> None:
     replay_routes(way, ROUTING, 0.0)
     with pytest.raises(ModelNotLoaded, match=r'Qwen3MoeForCausalLM: how its routers weigh.*learner\.routes = "own"'):
         prove_replay(way)
+    balanced = choose_forward(model)
+    replay_routes(balanced, None, 0.1)
+    prove_replay(balanced)  # the loss needs no rule
 
 
 def test_a_shape_that_is_not_the_model_s_is_refused() -> None:
