@@ -39,7 +39,7 @@ from busrl.data.prompts import lines_of
 from busrl.errors import BadTensor
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
-from busrl.ring import Ring, State, segments_of
+from busrl.ring import Fates, Ring, State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.roles.answers import UNREADABLE, read_generated, read_parts, read_text
@@ -430,12 +430,7 @@ class Validator(Actor):
             return True
         if self.pending:
             return False
-        return not any(self._has_unended(measured.uids(self.round or 0)) for measured in self.due)
-
-    def _has_unended(self, uids: range) -> bool:
-        """True if a sample of these has no fate that ends it."""
-        fates = self.validate_fates.view()[uids.start & ~VALIDATE_BIT : uids.stop & ~VALIDATE_BIT]
-        return bool(((fates == Fate.NONE) | (fates == Fate.DISPATCHED)).any())
+        return not any(_has_unended(self.validate_fates, measured.uids(self.round or 0)) for measured in self.due)
 
     # -- its end ------------------------------------------------------------------------------------------------
 
@@ -499,6 +494,12 @@ class Validator(Actor):
 
     def teardown(self) -> None:
         self._unpin()
+
+
+def _has_unended(fates: Fates, uids: range) -> bool:
+    """True if a sample of these has no fate that ends it."""
+    codes = fates.view()[uids.start & ~VALIDATE_BIT : uids.stop & ~VALIDATE_BIT]
+    return bool(((codes == Fate.NONE) | (codes == Fate.DISPATCHED)).any())
 
 
 def _in_slots(ring: Ring, uids: range) -> bool:

@@ -76,7 +76,7 @@ class Laid:
 
 
 def routes_of_pieces(sample: Sample) -> Iterator[tuple[NDArray[Any] | None, NDArray[Any] | None]]:
-    """Of each piece the routes of the prompt but its last token, and of the positions that predict what follows."""
+    """Yield of each piece the routes of the prompt but its last token, and of the positions that predict the rest."""
     if sample.turns is None or sample.routes is None:
         yield from [(sample.prompt_routes, sample.routes)] * len(sample.pieces)
         return

@@ -144,7 +144,7 @@ def _now(paths: RunPaths) -> dict[str, Any]:
 
 
 def _wait(process: Process) -> dict[str, Any] | None:
-    """What a learner says that it waits for, and for how long; None while it works."""
+    """The thing that a learner says that it waits for, and for how long; None while it works."""
     match = WAITS.fullmatch(process.activity) if process.role == "learner" else None
     since_s = max(0, time.monotonic_ns() - process.activity_ns) / 1e9
     return {"for": match[1], "since_s": round(since_s, 1)} if match else None

@@ -112,7 +112,7 @@ class SeveralModels:
         return range(first, first + count * apart, apart)
 
     def place_of(self, rollout: str) -> int:
-        """Which of its model's rollouts a process of this name is."""
+        """The place of the rollout of this name among those of its model."""
         return (int(rollout.partition("/")[2]) - self.first) // (self.apart or len(self.models) or 1)
 
     def paths_of(self, tag: str, paths: RunPaths) -> RunPaths:

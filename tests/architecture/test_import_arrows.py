@@ -155,7 +155,7 @@ def test_torch_is_imported_only_where_tensors_are_worked_on() -> None:
 
 
 ROLES = {name: path for name, path in MODULES.items() if name.startswith("busrl.roles.")}
-SHARED_BY_ROLES = {"process", "actor", "answers", "episodes", "intake", "version_pin", "probes"}
+SHARED_BY_ROLES = {"process", "actor", "answers", "episodes", "intake", "ledgers", "version_pin", "probes"}
 
 
 def test_a_role_imports_no_module_of_another() -> None:

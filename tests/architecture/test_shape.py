@@ -125,11 +125,11 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
 
 # Attributes that objects of other libraries take: of torch, transformers, the standard library and vLLM.
 THEIRS = {
-    "RequestHandlerClass", "__init__", "_bookkeeping_sync", "_devices", "_find_and_load", "_sample",
-    "_supports_onednn", "_value_", "bgmv_expand", "bgmv_shrink", "build_async_httpx", "busrl_forward",
+    "RequestHandlerClass", "__init__", "_bookkeeping_sync", "_devices", "_find_and_load", "_model_forward",
+    "_sample", "_supports_onednn", "_value_", "bgmv_expand", "bgmv_shrink", "build_async_httpx", "busrl_forward",
     "check_cpu_sgl_kernel", "compute_logits", "decoder", "generation_config", "generators", "grad",
     "inference_mode", "inheritable", "num_embeddings", "num_hidden_layers", "out_features", "pad_token_id",
-    "padding_idx", "pre_tokenizer", "register_parameter", "returncode", "shutdown_request", "stdin",
+    "padding_idx", "pre_tokenizer", "register_parameter", "remove_request", "returncode", "shutdown_request", "stdin",
     "target_modules", "verify_request", "writeable",
 }
 STILL_SET_FROM_OUTSIDE = 6  # assignments to an attribute of an object's part: `self.part.name = ...`
