@@ -13,7 +13,7 @@ import typing
 from typing import Any
 
 from busrl.topology import schema
-from busrl.topology.declare import FUNCTION, REQUIRED, Item, Rule, items
+from busrl.topology.declare import FUNCTION, ONE_OR_SEVERAL, REQUIRED, Item, Rule, items
 from busrl.topology.reader import SECTIONS
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -62,6 +62,8 @@ def _item_schema(item: Item) -> Schema:
 def value_schema(hint: Any, rule: Rule) -> Schema:
     """Describe the values that this type and rule allow."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint == ONE_OR_SEVERAL:
+        return {"anyOf": [value_schema(arg, rule) for arg in args]}
     if origin is types.UnionType or hint in (int, float):
         bounds = {word: getattr(rule, name) for name, word in BOUNDS.items() if getattr(rule, name) is not None}
         number = {"type": "integer" if int in (hint, *args) else "number", **bounds}

@@ -39,7 +39,7 @@ def main() -> tuple[int, str]:
         with uncollected():
             process = capabilities.role(role)
         gc.freeze()  # modules stay: no look for cycles among them while a model is loaded, either
-        code: int = process(options.run_dir, options.name).main()
+        code: int = getattr(process, "of_run", process)(options.run_dir, options.name).main()
     except BusrlError as problem:
         print(f"{options.name}: {problem}", file=sys.stderr, flush=True)
         return process_code(problem), cause(problem)

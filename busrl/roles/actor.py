@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy.typing as npt
 
+from busrl import capabilities
 from busrl.bus import Endpoint
 from busrl.errors import BusNotReady, DiskFull, SharedMemoryFull, Stopped, cause
 from busrl.faults import MessageFaults, message_faults
@@ -187,8 +188,9 @@ class Parts:
     topology: Topology
     ring: Ring
     bus: Endpoint
-    fates: Fates
-    validate_fates: Fates
+    fates: Fates | None  # of a model that only serves, none
+    validate_fates: Fates | None
+    beside: str = ""  # the model beside the lead that the process, or this part of it, works for
 
 
 def import_nothing(topology: Topology, name: str) -> None:
@@ -214,7 +216,7 @@ class Actor(ABC):
         self.followed, self._next_follow = size_of(self._run.control), 0.0  # before what it stands for is read
         whole = parts.topology if parts else Topology.from_json(self._run.topology.read_text())
         self.topology, self.whole = whole if parts else whole.of(whole.tag_of(name)), whole
-        self.beside = "" if parts else self.topology.beside
+        self.beside = parts.beside if parts else self.topology.beside
         self.paths = self._run.of_tag(self.beside)
         self.stopping = ""
         self.other_rings: list[Ring] = []  # those of other models, where this process has an entry too
@@ -224,8 +226,17 @@ class Actor(ABC):
         self.message_faults: MessageFaults | None = None
         self.reports = Reports(self.paths, name, self.role, lambda message: self.bus.send(message))
         if parts:
-            self.bus, self.fates, self.validate_fates = parts.bus, parts.fates, parts.validate_fates
-            self.ring, self.shown = parts.ring, Shown(parts.ring)
+            self.bus, self.ring, self.shown = parts.bus, parts.ring, Shown(parts.ring)
+            if parts.fates is not None and parts.validate_fates is not None:
+                self.fates, self.validate_fates = parts.fates, parts.validate_fates
+
+    @classmethod
+    def of_run(cls, run_dir: str | Path, name: str) -> Actor:
+        """The process of that name; one that works for several models is of another class."""
+        actor: Actor = cls(run_dir, name)
+        if len(actor.whole.models_of(name)) > 1:
+            actor = capabilities.plug("several", cls.role)(run_dir, name)
+        return actor
 
     # -- life ---------------------------------------------------------------------------------------------------
 

@@ -51,10 +51,9 @@ def due(every: int, version: int) -> bool:
 
 def workers(topology: Topology) -> set[str]:
     """The processes that may answer, by the names that they have on the bus."""
-    return {
-        process.name.replace("/", "-") for process in topology.processes()
-        if process.role == "rollout" and process.spec.serves == "all"
-    }
+    own = (process.name for process in topology.processes()
+           if process.role == "rollout" and process.spec.serves == "all")
+    return {name.replace("/", "-") for name in (*own, *topology.served_by)}
 
 
 def by_chat(topology: Topology) -> bool:

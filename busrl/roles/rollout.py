@@ -189,7 +189,7 @@ class Rollout(Actor):
     refused = 0  # version that could not be used here
 
     def setup(self) -> None:
-        self.engine: Engine = make_engine(self.topology, self.name)
+        self.engine: Engine = self._make_engine()
         self.intake: Intake = self._make_intake()
         self.prober = Prober(self.topology, self.intake.only_validates)
         if self.intake.waves is not None:
@@ -208,6 +208,9 @@ class Rollout(Actor):
         self.behind = LeftBehind(LEFT_BEHIND_S)
         self.update_weights(wait=True)
         self.pace = Pace(self.paths.pace, self.worker_id, self.engine.statistics, self.topology.log.keep)
+
+    def _make_engine(self) -> Engine:
+        return make_engine(self.topology, self.name)
 
     def _make_intake(self) -> Intake:
         if not self.topology.derived.call_slots:

@@ -84,7 +84,7 @@ def _processes(t: Topology) -> Iterator[Finding]:
     for row in t.models:
         projected = t.of(row.tag)
         entries = [entry for entry in projected.process if entry.role == "rollout"]
-        if not sum(entry.count for entry in entries) and row.own:
+        if not any(entry.count or entry.model for entry in entries) and row.own:
             rule = f"no process serves {row.tag}: workers from outside join the lead alone"
             yield Finding(("process",), rule, f'a [[process]] role = "rollout", model = "{row.tag}" with count >= 1',
                           value=f'model = "{row.tag}"')

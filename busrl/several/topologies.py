@@ -21,6 +21,7 @@ from busrl.errors import Problem, TopologyError
 from busrl.preflight.load import of_one_model, problem_of
 from busrl.several.rules import MOST_TAGS, NAME_RULE, findings_of_run
 from busrl.several.seat_rules import NAME
+from busrl.several.shared_rules import ENGINE_OF_SEVERAL, findings_of_shared
 from busrl.topology.declare import items
 from busrl.topology.models import OF_TAG, ONLY_SEAT
 from busrl.topology.reader import SECTIONS, KeyPath, Reader, Source, show
@@ -44,18 +45,19 @@ def topology(
     if problems:
         raise TopologyError(sorted(problems, key=source.order))
     lead = next(row for row in rows if row.tag.trained)
-    loaded: dict[str, Topology] = {}
+    shared, loaded = _shared(source, rows, lead), dict[str, Topology]()
     for row in (lead, *(row for row in rows if row is not lead)):
         part = _part(source, row, lead, loaded.get(lead.tag.tag))
         try:
-            loaded[row.tag.tag] = of_one_model(part, overrides, simulated=simulated, run_dir=run_dir)
+            mine = of_one_model(part, overrides, simulated=simulated, run_dir=run_dir)
+            loaded[row.tag.tag] = _sharing(mine, row.tag.tag, _processes(source, row, lead)[1], shared)
         except TopologyError as error:
             problems += error.problems
         if simulated:
             break
     if not problems:
         whole = _whole(rows, lead, loaded)
-        findings = [] if simulated else list(findings_of_run(whole))
+        findings = [] if simulated else [*findings_of_run(whole), *findings_of_shared(whole, shared)]
         placed = [(finding, problem_of(source, whole, finding)) for finding in findings]
         problems += [problem for finding, problem in placed if not finding.warning]
         warned = [str(problem) for finding, problem in placed if finding.warning]
@@ -153,13 +155,32 @@ def _faults_of_processes(source: Source, rows: Sequence[Row]) -> Iterator[Proble
             continue
         place, shown = source.place(("process", at, "model")), f"process.{at}.model = {show(tag)}"
         if isinstance(tag, list):
-            yield Problem(place, shown, "an engine and a learner have one model each", "write an entry for each")
+            yield from _faults_of_shared(entry, tags, Problem(place, shown, "", ""))
         elif tag not in tags:
             yield Problem(place, shown, "no [[model]] has this tag", f"there are {', '.join(tags)}")
         elif entry.get("role") not in OF_TAG:
             yield Problem(place, shown, f"only {' and '.join(OF_TAG)} are of one model", "remove it")
         elif entry.get("role") == "learner" and tag in frozen:
             yield Problem(place, shown, "a model that only serves has no learner", "remove this entry")
+
+
+def _faults_of_shared(entry: Mapping[str, Any], tags: Sequence[str], at: Problem) -> Iterator[Problem]:
+    """Report what is wrong with the list of tags of a process; `at` has its place."""
+    named, role = entry["model"], entry.get("role")
+    if wrong := [tag for tag in named if tag not in tags]:
+        rule, remedy = f"no [[model]] has the tag {show(wrong[0])}", f"there are {', '.join(tags)}"
+    elif len({*named}) < max(2, len(named)):
+        rule, remedy = "a list has two tags or more, each once", "a single tag is written without brackets"
+    elif role == "learner":
+        rule, remedy = "a learner trains one model; several of one base have a process each", "write an entry for each"
+    elif role != "rollout":
+        rule, remedy = f"only {' and '.join(OF_TAG)} are of one model", "remove it"
+    elif entry.get("engine", "torch") != ENGINE_OF_SEVERAL:
+        rule = "an engine of another kind has one model: the adapter goes into its weights"
+        remedy = f'engine = "{ENGINE_OF_SEVERAL}", or an entry for each tag'
+    else:
+        return
+    yield dataclasses.replace(at, rule=rule, remedy=remedy)
 
 
 def _entries(source: Source) -> list[Any]:
@@ -213,13 +234,33 @@ def _processes(source: Source, row: Row, lead: Row) -> tuple[list[Any], dict[int
     kept, numbers, players = list[Any](), dict[int, int](), 0
     for at, entry in enumerate(_entries(source)):
         plain = isinstance(entry, dict)
-        role, tag = (entry.get("role"), entry.get("model") or lead.tag.tag) if plain else ("", lead.tag.tag)
-        if tag == row.tag.tag if role in OF_TAG else row is lead:
+        role, model = (entry.get("role"), entry.get("model") or lead.tag.tag) if plain else ("", lead.tag.tag)
+        if row.tag.tag in (model if isinstance(model, list) else [model]) if role in OF_TAG else row is lead:
             numbers[at] = len(kept)
             kept.append({key: value for key, value in entry.items() if key != "model"} if plain else entry)
         elif role in CALLER_ROLES:
             players += entry.get("count", 1) if isinstance(entry.get("count", 1), int) else 1
     return [*kept, *([{"role": "serve", "count": players}] if players else [])], numbers
+
+
+def _shared(source: Source, rows: Sequence[Row], lead: Row) -> dict[int, tuple[str, ...]]:
+    """The tags of each process that has several, by its place in the file: first the lead, or the first of them, to
+    which the process belongs."""
+    order = [lead.tag.tag, *(row.tag.tag for row in rows if row is not lead)]
+    listed = ((at, entry.get("model")) for at, entry in enumerate(_entries(source)) if isinstance(entry, dict))
+    return {at: tuple(sorted(tags, key=order.index)) for at, tags in listed if isinstance(tags, list)}
+
+
+def _sharing(
+    mine: Topology, tag: str, numbers: Mapping[int, int], shared: Mapping[int, tuple[str, ...]]
+) -> Topology:
+    """The topology of a tag in which a shared process says whose it is; it is counted where it belongs."""
+    entries = list(mine.process)
+    for at, tags in shared.items():
+        if at in numbers:
+            entry = entries[numbers[at]]
+            entries[numbers[at]] = dataclasses.replace(entry, model=tags, count=entry.count if tags[0] == tag else 0)
+    return dataclasses.replace(mine, process=tuple(entries))
 
 
 def _of_row(places: Mapping[KeyPath, Any], row: Row, numbers: Mapping[int, int]) -> dict[KeyPath, Any]:

@@ -33,6 +33,7 @@ else:
 
 T = TypeVar("T")
 REQUIRED = object()  # the default of a key that has none
+ONE_OR_SEVERAL = str | tuple[str, ...]
 FUNCTION = re.compile(r"[^:]+:[A-Za-z_][\w.]*")  # package.module:name or file.py:name
 
 
@@ -215,6 +216,8 @@ class Wrong(Exception):
 def convert(hint: Any, rule: Rule, value: Any) -> Any:
     """A value of the annotated type that keeps the rule; `Wrong` otherwise."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint == ONE_OR_SEVERAL:
+        return _strings(value) if isinstance(value, list) else _text(rule, value)
     if origin is types.UnionType or origin is typing.Union:  # int | str: a number or one of the rule's words
         if value is None and type(None) in args:
             return None

@@ -93,7 +93,18 @@ class SeveralModels:
         return cast("Topology", dataclasses.replace(
             whole, **own, run=run, validation=Validation(), models=(), tag=tag, frozen=not row.trained, first=row.first,
             apart=len(self.models), follows=(row.follow,) if row.follow.model else (),
+            served_by=self._served_by(tag),
         ))
+
+    def _served_by(self, tag: str) -> tuple[str, ...]:
+        """The rollout processes of other models that answer for this one too."""
+        owners = [(0, self.process), *((row.first, own.process) for row in self.models for own in row.own)]
+        names = list[str]()
+        for first, entries in owners:
+            each = [entry.model for entry in entries if entry.role == "rollout" for _ in range(entry.count)]
+            numbers = zip(self._numbers(first, len(each)), each)
+            names += [f"rollout/{number}" for number, models in numbers if tag in models[1:]]
+        return tuple(names)
 
     def tag_of(self, process: str) -> str:
         """The model to which a process of this name belongs: the lead, unless it generates or learns for another."""
@@ -114,6 +125,12 @@ class SeveralModels:
     def place_of(self, rollout: str) -> int:
         """The place of the rollout of this name among those of its model."""
         return (int(rollout.partition("/")[2]) - self.first) // (self.apart or len(self.models) or 1)
+
+    def models_of(self, process: str) -> tuple[str, ...]:
+        """The models that a process of this name works for, the one it belongs to first."""
+        topology = cast("Topology", self)
+        shared = next((each.spec.model for each in topology.processes() if each.name == process), "")
+        return shared if isinstance(shared, tuple) else (self.tag_of(process),)
 
     def paths_of(self, tag: str, paths: RunPaths) -> RunPaths:
         """The paths of a model; `paths`: those of the run, which are the lead's."""

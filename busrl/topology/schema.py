@@ -261,7 +261,8 @@ class Process(Table):
     serves: str = key("all", 'rollout: what it answers; "validation" is for validation.mode = "dedicated", and then '
                       "the others train", choices=("all", "validation"))
     device: str = key("", "where its model runs; empty = model.device", choices=("", "auto", "cpu", "cuda", "npu"))
-    model: str = key("", "rollout, learner: the tag of its [[model]]; empty = the lead")
+    model: str | tuple[str, ...] = key("", "rollout, learner: the tag of its [[model]]; empty = the lead. A list "
+                                       "of tags: one vLLM engine for the adapters of all")
     function: str = key("", "agent: what plays an episode, package.module:function or file.py:function, or a class")
     program: tuple[str, ...] = key((), "agent: start this for each episode instead of a function, led to its model by "
                                        "OPENAI_BASE_URL and OPENAI_API_KEY; {run_dir} and {here} are filled in")
@@ -616,6 +617,7 @@ class Topology(SeveralModels, Table):
     first: int = 0  # number of its first rollout process,
     apart: int = 0  # and what the number of each further one has more; 0 = 1, but for the lead of several
     follows: tuple[Follow, ...] = ()  # one, where it answers with checkpoints of another tag
+    served_by: tuple[str, ...] = ()  # rollout processes of other tags that answer for it too
 
     @property
     def base_dir(self) -> str:
@@ -760,7 +762,7 @@ class Topology(SeveralModels, Table):
 
 
 # Left out of topology.json where they say nothing.
-OF_SEVERAL = {"models", "tag", "frozen", "first", "apart", "follows", "model"}
+OF_SEVERAL = {"models", "tag", "frozen", "first", "apart", "follows", "served_by", "model"}
 # And these where they have their defaults, so that a run without them has the topology.json that it ever had.
 LATER: dict[str, dict[str, Any]] = {
     "lora": {"layers": "", "experts": False}, "derived": {"routing": None},

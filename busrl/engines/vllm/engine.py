@@ -169,7 +169,7 @@ class VllmEngine(Engine):
     def _begin(self, requests: list[Request]) -> None:
         self.check()
         self.moved_at = time.monotonic()
-        starting = [self.kind.of(request, self._updates.adapter) for request in requests]
+        starting = [self.kind.of(request, self.adapter_for(request)) for request in requests]
         for running in starting:
             if self.routes:
                 self.routes.begin(running)
@@ -228,6 +228,10 @@ class VllmEngine(Engine):
     def use_version(self, version: int) -> None:
         """Tokens that arrive from now on, and new requests, are of this version."""
         self.version = version
+
+    def adapter_for(self, request: Request) -> LoadedAdapter | None:
+        """The adapter that draws a request which begins now; None where versions are no adapters."""
+        return self._updates.adapter
 
     @property
     def running(self) -> list[Running]:

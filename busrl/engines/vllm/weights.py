@@ -156,6 +156,64 @@ class LoadedAdapter:
     request: Any
 
 
+class Adapters:
+    """The adapters of one model in vLLM, which has `places` for them. `newest` draws new requests: before the first
+    version it is the bare model. vLLM knows them by `name` and by ids from `first` on, both followed by the version."""
+
+    def __init__(self, engine: VllmEngine, places: int, name: str = "v", first: int = 1) -> None:
+        self._engine, self._places, self._name, self._first = engine, places, name, first
+        self._loaded: dict[int, Any] = {}  # by version
+        self.newest = LoadedAdapter(0, None)
+
+    def used(self) -> set[int]:
+        """Versions of the adapters of running answers and of new requests."""
+        adapters = [running.adapter for running in self._engine.running] + [self.newest]
+        return {adapter.version for adapter in adapters if adapter is not None and self._is_ours(adapter)}
+
+    def _is_ours(self, adapter: LoadedAdapter) -> bool:
+        return adapter.request is not None and adapter.request.lora_int_id == self._first + adapter.version
+
+    @property
+    def has_room(self) -> bool:
+        """True if one more finds a place: running answers occupy the places of theirs."""
+        return len(self.used()) < self._places
+
+    def make_room(self) -> None:
+        """Make a place for one more adapter. WeightsRefused if running answers occupy all places for `rpc_s`."""
+        engine = self._engine
+        if not engine.wait_until(lambda: self.has_room, engine.settings.rpc_s):
+            used, oldest = sorted(self.used()), min(self.used())
+            late = next((run.id for run in engine.running if run.adapter and run.adapter.version == oldest), "none")
+            text = f"running answers have the adapters of versions {used}, and vLLM has {self._places} places"
+            raise WeightsRefused(f"{text}; waited {engine.settings.rpc_s:g} s, among others for request {late}")
+        self.remove_unused()
+
+    def remove_unused(self) -> None:
+        """Remove what no answer needs: vLLM itself might choose an adapter whose answers wait for their turn."""
+        core = self._engine.core
+        for version in sorted(self._loaded.keys() - self.used()):
+            core.call("remove_lora", partial(core.engine.remove_lora, self._loaded.pop(version).lora_int_id))
+
+    def add(self, version: int, path: Path) -> None:
+        """Load an adapter under a new id: running requests keep theirs, with the cache that it made."""
+        from vllm.lora.request import LoRARequest
+
+        core = self._engine.core
+        request = LoRARequest(f"{self._name}{version}", self._first + version, str(path))
+        try:
+            core.call("add_lora", lambda: core.engine.add_lora(request))
+        except BusrlError:
+            raise
+        except Exception as problem:
+            raise WeightsRefused(f"vLLM: the adapter {path} was refused: {problem}") from problem
+        self._loaded[version] = request
+        self.newest = LoadedAdapter(version, request)
+
+    def forget(self) -> None:
+        """Take note that vLLM has started again, without any of them."""
+        self._loaded.clear()
+
+
 class Updates:
     """The updates of one engine. `on_update`: keep or recompute the cache of running sequences; auto = recompute."""
 
@@ -167,9 +225,12 @@ class Updates:
         self._checked = False  # the weights were compared with a plain forward pass, or cannot be
         self._workers: WorkerReceiver | None = None
         self._close_s = engine.settings.stop_s
-        self._loaded: dict[int, Any] = {}  # adapters in vLLM, by version
-        # The adapter of new requests, where versions are adapters; before the first version it is the bare model.
-        self.adapter = LoadedAdapter(0, None) if engine.start.lora_rank else None
+        self.adapters = Adapters(engine, engine.start.adapters) if engine.start.lora_rank else None
+
+    @property
+    def adapter(self) -> LoadedAdapter | None:
+        """The adapter of new requests, where versions are adapters."""
+        return None if self.adapters is None else self.adapters.newest
 
     def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
         """Workers receive tensors themselves; folders and adapters are the ordinary receiver's."""
@@ -316,66 +377,35 @@ class Updates:
 
     def _folder(self, receiver: Receiver) -> tuple[int, int]:
         assert receiver.kind != "tensors"  # those come to the receivers in its workers alone
+        adapters = self.adapters
         # The first adapter goes into the model without one; later folders need a vLLM that starts again.
-        restarts = receiver.kind == "folder" and (self.adapter is None or self.adapter.request is not None)
-        if not restarts and self.adapter is not None:
-            self._make_room()
+        restarts = receiver.kind == "folder" and (adapters is None or adapters.newest.request is not None)
+        if not restarts and adapters is not None:
+            adapters.make_room()
         version, step, path = receiver.take()
-        if restarts:
+        if restarts or adapters is None:
             self._start_again(version, path)
         else:
-            self._add(version, path)
+            adapters.add(version, path)
         return version, step
 
     def _start_again(self, version: int, path: Path) -> None:
         """Restart vLLM with that folder as its model, or with that adapter. After WeightsRefused it has the adapter
         before."""
-        engine, before = self._engine, self.adapter
+        engine, adapters = self._engine, self.adapters
         assert not engine.running  # the caller of a restart takes them out first
-        if before is None:
+        if adapters is None:
             engine.restart(dataclasses.replace(engine.start, model=str(path)))
             self._note(version)
             return
+        before = adapters.newest
         engine.restart(engine.start)
-        self._loaded.clear()
+        adapters.forget()
         try:
-            self._add(version, path)
+            adapters.add(version, path)
         except WeightsRefused as problem:
             try:
-                self._add(before.version, Path(before.request.lora_path))
+                adapters.add(before.version, Path(before.request.lora_path))
             except WeightsRefused as second:
                 raise engine.core.lose(f"{problem}; and the one before is gone: {second}") from second
             raise
-
-    def _used(self) -> set[int]:
-        """Versions of the adapters of running answers and of new requests."""
-        adapters = [running.adapter for running in self._engine.running] + [self.adapter]
-        return {adapter.version for adapter in adapters if adapter is not None and adapter.request is not None}
-
-    def _make_room(self) -> None:
-        """Make a place for one more adapter. WeightsRefused if running answers occupy all places for `rpc_s`. Unused
-        adapters are removed here, because vLLM might choose an adapter whose answers wait for their turn."""
-        engine, places = self._engine, self._engine.start.adapters
-        if not engine.wait_until(lambda: len(self._used()) < places, engine.settings.rpc_s):
-            used, oldest = sorted(self._used()), min(self._used())
-            late = next((run.id for run in engine.running if run.adapter and run.adapter.version == oldest), "none")
-            text = f"running answers have the adapters of versions {used}, and vLLM has {places} places"
-            raise WeightsRefused(f"{text}; waited {engine.settings.rpc_s:g} s, among others for request {late}")
-        core = engine.core
-        for version in sorted(self._loaded.keys() - self._used()):
-            core.call("remove_lora", partial(core.engine.remove_lora, self._loaded.pop(version).lora_int_id))
-
-    def _add(self, version: int, path: Path) -> None:
-        """Load an adapter under a new id: running requests keep theirs, with the cache that it made."""
-        from vllm.lora.request import LoRARequest
-
-        core = self._engine.core
-        request = LoRARequest(f"v{version}", version + 1, str(path))
-        try:
-            core.call("add_lora", lambda: core.engine.add_lora(request))
-        except BusrlError:
-            raise
-        except Exception as problem:
-            raise WeightsRefused(f"vLLM: the adapter {path} was refused: {problem}") from problem
-        self._loaded[version] = request
-        self.adapter = LoadedAdapter(version, request)
