@@ -29,8 +29,9 @@ def _of_tag(t: Topology, own: Topology) -> Iterator[str]:
     for follow in own.follows:
         back = f", {follow.back} back" if follow.back else ""
         what = f"checkpoints of {follow.model}, every {follow.every} steps{back}"
-    mine = (process for process in own.processes() if has_model(process.spec) and t.tag_of(process.name) == own.tag)
-    names = ", ".join(process.name for process in mine) or "no process here"
+    mine = (process.name for process in own.processes()
+            if has_model(process.spec) and t.tag_of(process.name) == own.tag)
+    names = ", ".join((*mine, *own.served_by)) or "no process here"
     yield f"  {own.tag} ({what}): {own.model.path}, plays {', '.join(own.seats)}, {names}"
     if not own.beside:
         return  # the rest of the page is about the lead

@@ -67,5 +67,5 @@ def _of_tag(own: Topology, at: int, tags: Sequence[str]) -> Iterator[Finding]:
         rule = f"all weights of {own.tag} are trained, and one engine has one base"
         yield _finding(at, tags, rule, f"lora.rank above 0 for it, {apart}")
     elif not own.frozen and own.weights.transport != TRANSPORT:
-        rule = f'versions of {own.tag} come by transport = "{own.weights.transport}", not as adapters beside others\''
+        rule = f'versions of {own.tag} come by transport = "{own.weights.transport}", not as adapters'
         yield _finding(at, tags, rule, f'transport = "{TRANSPORT}" for it, {apart}')

@@ -57,7 +57,7 @@ def topology(
             break
     if not problems:
         whole = _whole(rows, lead, loaded)
-        findings = [] if simulated else [*findings_of_run(whole), *findings_of_shared(whole, shared)]
+        findings = [] if simulated else [*findings_of_run(whole), *findings_of_shared(whole, _lists(source, shared))]
         placed = [(finding, problem_of(source, whole, finding)) for finding in findings]
         problems += [problem for finding, problem in placed if not finding.warning]
         warned = [str(problem) for finding, problem in placed if finding.warning]
@@ -249,6 +249,11 @@ def _shared(source: Source, rows: Sequence[Row], lead: Row) -> dict[int, tuple[s
     order = [lead.tag.tag, *(row.tag.tag for row in rows if row is not lead)]
     listed = ((at, entry.get("model")) for at, entry in enumerate(_entries(source)) if isinstance(entry, dict))
     return {at: tuple(sorted(tags, key=order.index)) for at, tags in listed if isinstance(tags, list)}
+
+
+def _lists(source: Source, shared: Mapping[int, tuple[str, ...]]) -> dict[int, list[str]]:
+    """The lists as they are in the file."""
+    return {at: _entries(source)[at]["model"] for at in shared}
 
 
 def _sharing(
