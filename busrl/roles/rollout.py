@@ -187,6 +187,7 @@ class Rollout(Actor):
     restart: EngineRestart | None = None  # where new weights make the engine start again
     engine_held = False  # since the run is paused
     refused = 0  # version that could not be used here
+    intake_of_calls: type[CallIntake] = CallIntake
 
     def setup(self) -> None:
         self.engine: Engine = self._make_engine()
@@ -219,7 +220,7 @@ class Rollout(Actor):
             return intake
         calls = Ring.attach(self.paths.calls_name, calls=True)
         calls.register(self.role, self.name)
-        return CallIntake(calls, self.topology, self.name, self.engine, self.warn)
+        return self.intake_of_calls(calls, self.topology, self.name, self.engine, self.warn)
 
     def work(self) -> bool:
         self.update_weights()

@@ -66,7 +66,7 @@ class AdaptersOfModels(VllmEngine):
 
     def load(self, index: int, receiver: Receiver) -> tuple[int, int]:
         """Load the newest version of a model beside what runs; there is a place for it."""
-        assert receiver.kind == "adapter"  # `shared_rules` refuses every other
+        assert receiver.kind == "adapter"  # `rules` refuses every other
         self.lines[index].remove_unused()
         version, step, path = receiver.take()
         self.lines[index].add(version, path)
@@ -81,10 +81,15 @@ class Share(Engine):
         super().__init__(text, whole.capacity, whole.max_length)
         self._whole, self._index, self._seen = whole, index, 0
 
-    def take_turn(self) -> None:
-        """Have an equal part of the rows that are free now, until the next turn."""
-        free = self._whole.capacity - self._whole.active
+    def take_turn(self, closed: bool = False) -> None:
+        """Have an equal part of the rows that are free now, until the next turn; none if the engine is `closed`."""
+        free = 0 if closed else self._whole.capacity - self._whole.active
         self.capacity = self.active + -(-free // len(self._whole.shares))
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the engine has no request of any model."""
+        return not self._whole.active
 
     @property
     def has_room(self) -> bool:
@@ -143,7 +148,7 @@ class Share(Engine):
 
 
 def make(topologies: Sequence[Topology]) -> AdaptersOfModels:
-    """The engine of these models, which have one base (`shared_rules`)."""
+    """The engine of these models, which have one base (`rules`)."""
     starts = [Start.of(topology) for topology in topologies]
     start = replace(
         starts[0], max_length=max(each.max_length for each in starts), lora_rank=max(each.lora_rank for each in starts),

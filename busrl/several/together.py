@@ -17,19 +17,19 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import cast
 
+from busrl.engines import Engine
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import Ring, State
+from busrl.roles import answers
 from busrl.roles.actor import Actor, Parts, Shown
+from busrl.roles.intake import CallIntake
 from busrl.roles.rollout import Rollout, import_all
 from busrl.several.ledgers import Ledger
+from busrl.several.shared_engine import Share, make
 from busrl.topology import Topology
-
-if TYPE_CHECKING:
-    from busrl.engines import Engine
-    from busrl.several.shared_engine import Share
 
 LOOK_S = 0.5  # a thread that watches a ring ends within it
 
@@ -48,8 +48,18 @@ class DeclaredTwice(Shown):
             yield
 
 
+class SharedCalls(CallIntake):
+    """The calls of one of the models. One that may kill the engine is taken when no model has anything in it."""
+
+    def claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
+        idle = not self.claimed and cast(Share, self.engine).is_idle
+        return answers.claim_queued(self.ring, None, room, idle)
+
+
 class Member(Rollout):
     """The rollout of one of the models."""
+
+    intake_of_calls = SharedCalls
 
     def __init__(self, run_dir: Path, name: str, parts: Parts, shown: Shown, share: Share) -> None:
         super().__init__(run_dir, name, parts)
@@ -68,6 +78,11 @@ class Member(Rollout):
     ) -> None:
         super().warn(where, f"{self.topology.tag}: {text}", severity, kind, uids, traceback)
 
+    @property
+    def runs_alone(self) -> bool:
+        """True while a call runs that nothing may run beside."""
+        return self.intake.alone and bool(self.intake.claimed)
+
     def pause_of(self, waited_s: float) -> None:
         """Note that the process had nothing to do for so long."""
         self.pace.row.idle_s += waited_s
@@ -82,8 +97,6 @@ class SharedRollout(Actor):
     members: Sequence[Member] = ()
 
     def setup(self) -> None:
-        from busrl.several.shared_engine import make
-
         topologies = [self.whole.of(tag) for tag in self.whole.models_of(self.name)]
         self.engine = make(topologies)
         self.members = [self._member(*each) for each in zip(topologies, self.engine.shares)]
@@ -123,7 +136,7 @@ class SharedRollout(Actor):
         worked = False
         self._turns.rotate(1)  # whoever comes first has the first choice of free rows
         for member in self._turns:
-            member.share.take_turn()
+            self._deal(member)
             worked = member.work() or worked
             if member.stopping:
                 self.stop(member.stopping)
@@ -131,13 +144,16 @@ class SharedRollout(Actor):
 
     def idle(self, timeout_s: float) -> None:
         for member in self._turns:
-            member.share.take_turn()
+            self._deal(member)
             member.idle(0.0)
         if not self.engine.active:
             begun = time.monotonic()
             self.queued.wait(timeout_s)
             for member in self.members:
                 member.pause_of(time.monotonic() - begun)
+
+    def _deal(self, member: Member) -> None:
+        member.share.take_turn(closed=any(other.runs_alone for other in self.members))
 
     def handle(self, message: m.Message) -> None:
         for member in self.members:

@@ -19,9 +19,8 @@ from typing import Any
 from busrl.capabilities import CALLER_ROLES, ROLES
 from busrl.errors import Problem, TopologyError
 from busrl.preflight.load import of_one_model, problem_of
-from busrl.several.rules import MOST_TAGS, NAME_RULE, findings_of_run
+from busrl.several.rules import ENGINE_OF_SEVERAL, MOST_TAGS, NAME_RULE, findings_of_run, findings_of_shared
 from busrl.several.seat_rules import NAME
-from busrl.several.shared_rules import ENGINE_OF_SEVERAL, findings_of_shared
 from busrl.topology.declare import items
 from busrl.topology.models import OF_TAG, ONLY_SEAT
 from busrl.topology.reader import SECTIONS, KeyPath, Reader, Source, show

