@@ -132,6 +132,10 @@ class Shown:
             self._ring.activity(*(self._activities[-1] if self._activities else (self._usual,)))
             self._ring.progress()
 
+    def progress(self) -> None:
+        """Show that the process is at work."""
+        self._ring.progress()
+
     def usually(self, text: str, again: bool = False) -> None:
         """Show `text` while no work is declared. `again`: its time begins now, also for the same text."""
         text = text.encode()[:ACTIVITY_BYTES].decode(errors="ignore")
@@ -298,7 +302,7 @@ class Actor(ABC):
     def awaited(self) -> str:
         """Show progress while waiting for other processes, which may take as long as a host is away. Returns the reason
         to stop waiting, "" for none."""
-        self.ring.progress()
+        self.shown.progress()
         return self.stopping
 
     def warn(

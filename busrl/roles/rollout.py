@@ -380,7 +380,7 @@ class Rollout(Actor):
                 learners = [(process.pid, process.progress) for process in processes if process.role == "learner"]
                 if learners != seen:
                     seen, left = learners, turns
-                    self.ring.progress()
+                    self.shown.progress()
         raise WeightsTimeout(f"{self.name}: no version {version}, and no progress of a learner for {limit_s:g} s")
 
     # -- slots --------------------------------------------------------------------------------------------------

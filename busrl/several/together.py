@@ -35,12 +35,16 @@ LOOK_S = 0.5  # a thread that watches a ring ends within it
 
 
 class DeclaredTwice(Shown):
-    """What the part of a process for one model shows in that model's ring; its long work is shown in the ring of the
-    process too."""
+    """What the part of a process for one model shows in that model's ring; its long work, and that it goes on, is shown
+    in the ring of the process too."""
 
     def __init__(self, ring: Ring, of_process: Shown) -> None:
         super().__init__(ring)
         self._of_process = of_process
+
+    def progress(self) -> None:
+        self._of_process.progress()
+        super().progress()
 
     @contextlib.contextmanager
     def activity(self, name: str, deadline_s: float) -> Iterator[None]:
