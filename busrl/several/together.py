@@ -35,8 +35,8 @@ LOOK_S = 0.5  # a thread that watches a ring ends within it
 
 
 class DeclaredTwice(Shown):
-    """What the part of a process for one model shows in that model's ring; its long work, and that it goes on, is shown
-    are shown in the ring of the process too."""
+    """What the part of a process for one model shows in that model's ring. Its long work, and that it goes on, shows in
+    the ring of the process too."""
 
     def __init__(self, ring: Ring, of_process: Shown) -> None:
         super().__init__(ring)
