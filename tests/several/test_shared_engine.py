@@ -58,7 +58,7 @@ def request(key: int, tokens: int = 8) -> Request:
     return Request(key, 100 + key, 0, np.array([3, 4], np.int32), NO_IDS, tokens, 1.0, 1.0, 0)
 
 
-def test_answers_come_back_to_their_model_under_its_own_key(quickstart: None) -> None:
+def test_answers_come_back_to_their_model_under_its_own_key() -> None:
     whole = engine()
     first, second = whole.shares
     first.submit([request(7), request(-1)])  # a probe has a key below 0
@@ -91,7 +91,7 @@ def test_no_model_is_left_without_rows_by_others(models: int, capacity: int, wan
         assert all(share.active for share in whole.shares)
 
 
-def test_a_closed_engine_gives_no_row_to_anybody(quickstart: None) -> None:
+def test_a_closed_engine_gives_no_row_to_anybody() -> None:
     whole = engine()
     first, second = whole.shares
     second.take_turn(closed=True)
@@ -101,7 +101,7 @@ def test_a_closed_engine_gives_no_row_to_anybody(quickstart: None) -> None:
     assert not second.is_idle and first.active == 1
 
 
-def test_the_engine_stands_still_until_all_models_go_on(quickstart: None) -> None:
+def test_the_engine_stands_still_until_all_models_go_on() -> None:
     whole = engine()
     first, second = whole.shares
     assert first.pause("keep") == [] and second.pause("keep") == []
@@ -112,7 +112,7 @@ def test_the_engine_stands_still_until_all_models_go_on(quickstart: None) -> Non
     assert not whole.paused and whole.calls == ["pause", "resume"]
 
 
-def test_each_model_draws_with_its_newest_and_fills_its_own_places(quickstart: None) -> None:
+def test_each_model_draws_with_its_newest_and_fills_its_own_places() -> None:
     whole = engine()
     first, second = whole.shares
     for version in (1, 2, 3):
@@ -129,7 +129,7 @@ def test_each_model_draws_with_its_newest_and_fills_its_own_places(quickstart: N
     assert first.has_room
 
 
-def test_ids_of_adapters_are_never_those_of_another_model(quickstart: None, tmp_path: Path) -> None:
+def test_ids_of_adapters_are_never_those_of_another_model(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     whole = engine(3)
     seen = set()

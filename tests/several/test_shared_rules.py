@@ -8,6 +8,7 @@ from tagged import AGENT, HEAD, JUDGE, SOLVER, Read
 from busrl.engines import vllm_versions
 from busrl.errors import TopologyError
 from busrl.preflight import explain
+from busrl.quickstart.cache import ensure
 from busrl.roles.probes import workers
 from busrl.topology import Topology
 
@@ -71,7 +72,8 @@ def test_a_model_that_only_serves_is_the_base_of_the_engine(read: Read) -> None:
      "all weights of judge are trained, and one engine has one base", "lora.rank above 0 for it"),
     (MODELS + SHARED, ["model.judge.weights.transport=shm"], 'versions of judge come by transport = "shm"',
      'transport = "lora_hotswap" for it'),
-    (MODELS + SHARED, ["model.judge.path=tiny:chat"], "one engine has one base", "the same model.path for all"),
+    (MODELS + SHARED, [f"model.judge.path={ensure('tiny:sort').model}"], "one engine has one base",
+     "the same model.path for all"),
     (MODELS + SHARED, ["model.judge.generation.max_batch=3"], "the rows of one engine are for all of its models",
      "the same generation.max_batch for all"),
     (MODELS + SHARED, ["model.judge.vllm.block_size=64"], "one engine has one [vllm]", "the same vllm for all"),
