@@ -104,7 +104,7 @@ class SharedRollout(Together):
         for member in self._turns:
             self._deal(member)
             member.idle(0.0)
-        if not self.engine.active:
+        if self.paused or not self.engine.active:
             begun = time.monotonic()
             self.queued.wait(timeout_s)
             for member in self._turns:
