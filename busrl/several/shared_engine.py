@@ -1,4 +1,4 @@
-"""One vLLM for several models: the adapters of all on one base, beside each other.
+"""A vLLM for several models: the adapters of all on one base, beside each other.
 
 `AdaptersOfModels` is the engine; `Share` is what the rollout role of one model sees of it, an engine like any other.
 Talks to `busrl.engines.vllm`. Knows nothing of rings or of where versions come from.

@@ -73,7 +73,7 @@ class Member(Rollout):
 
 
 class SharedRollout(Together):
-    """One engine, one base, and the adapters of several models."""
+    """An engine with one base and the adapters of several models."""
 
     role = "rollout"
     warm = staticmethod(import_all)

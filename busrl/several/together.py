@@ -23,8 +23,8 @@ from busrl.topology import Topology
 
 
 class DeclaredTwice(Shown):
-    """What the part of a process for one model shows in that model's ring. Its long work, and that it goes on, shows in
-    the ring of the process too."""
+    """Shows the work of the part for one model in that model's ring; long work, and that it goes on, in the ring of the
+    process too."""
 
     def __init__(self, ring: Ring, of_process: Shown) -> None:
         super().__init__(ring)
@@ -41,7 +41,7 @@ class DeclaredTwice(Shown):
 
 
 class Together(Actor):
-    """What all processes of several models have alike. `members`: an actor for each, that of its first model first."""
+    """A process of several models. `members`: an actor for each, that of its first model first."""
 
     members: Sequence[Actor] = ()
 

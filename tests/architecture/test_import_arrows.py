@@ -60,6 +60,7 @@ LOADED: dict[str, str] = {
     "busrl.service.vllm": "engines/vllm",  # made of it, and loaded where it is
     "busrl.several.audit": "ledger/audit",  # reads as it does, and is itself loaded by `busrl audit` alone
     "busrl.service.vllm_worker": "engines/vllm",
+    "busrl.several.shared_engine": "engines/vllm",  # made of it, and loaded for an entry that names it
     "busrl.hosts.folders": "weights/folders",  # itself loaded by the relay of a run with such folders alone
 }
 

@@ -32,15 +32,10 @@ class Still(AdaptersOfModels):
 
     def _called(self, what: str, make: Callable[[], Any]) -> None:
         self.calls.append(what)
-        if what == "abort":
+        if what == "abort":  # of the only request that has tokens and no end
             for running in list(self._running.values()):
-                if running.request.key in self.ending:
-                    running.finish = Finish.ABORTED
-                    self._ended.append(running)
-
-    def _end_now(self, keys: list[int]) -> None:
-        self.ending = keys
-        super()._end_now(keys)
+                running.finish = Finish.ABORTED
+                self._ended.append(running)
 
     def draw(self, key: int, *ids: int, end: str | None = None) -> None:
         """Tokens of the request with the engine's key."""
