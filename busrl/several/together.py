@@ -46,7 +46,7 @@ class Together(Actor):
     members: Sequence[Actor] = ()
 
     def parts_of(self, topology: Topology) -> tuple[Parts, Shown]:
-        """What the actor of a model works with, and what it shows its work by."""
+        """Parts that the actor of a model works with, and the table in which it shows its work."""
         if topology.tag == self.topology.tag:
             fates = (None, None) if topology.frozen else (self.fates, self.validate_fates)
             return Parts(topology, self.ring, self.bus, *fates, beside=topology.beside), self.shown
