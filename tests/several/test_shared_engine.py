@@ -28,7 +28,8 @@ class Still(AdaptersOfModels):
         self.begun: list[Any] = []
         self.calls: list[str] = []
         loop = SimpleNamespace(call_soon_threadsafe=lambda begin: None)
-        return SimpleNamespace(check=lambda: None, loop=loop, call=self._called, cache_capacity=lambda: 0)
+        engine = SimpleNamespace(resume_generation=None)
+        return SimpleNamespace(check=lambda: None, loop=loop, call=self._called, engine=engine)
 
     def _called(self, what: str, make: Callable[[], Any]) -> None:
         self.calls.append(what)
@@ -125,7 +126,7 @@ def test_each_model_draws_with_its_newest_and_fills_its_own_places() -> None:
 
 
 def test_ids_of_adapters_are_never_those_of_another_model(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm.lora")
     whole = engine(3)
     seen = set()
     for index, line in enumerate(whole.lines):
