@@ -153,6 +153,7 @@ def make(topologies: Sequence[Topology]) -> AdaptersOfModels:
     start = replace(
         starts[0], max_length=max(each.max_length for each in starts), lora_rank=max(each.lora_rank for each in starts),
         adapters=sum(each.adapters for each in starts),
+        routing=next((each.routing for each in starts if each.routing), None),
     )
     places = {topology.tag: each.adapters for topology, each in zip(topologies, starts)}
     chat, temperature = topologies[0].data.template == "chat", topologies[0].generation.temperature
