@@ -211,7 +211,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "tenders": "several.keeping:OtherRings", "summaries": "several.summaries:summary",
         "overviews": "several.summaries:overview",
         "receiver": "several.followed:receiver",
-        "rollout": "several.shared_rollout:SharedRollout",
+        "rollout": "several.shared_rollout:SharedRollout", "learner": "several.shared_learner:SharedLearner",
         "final_lines": "several.summaries:lines"}, asks={
         "[[model]]": lambda topology: bool(topology.models),
         "model.seats": lambda topology: len(topology.seats) > 1}),

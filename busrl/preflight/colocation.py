@@ -26,11 +26,13 @@ FIRST = "0"
 
 @dataclass(frozen=True)
 class Tenant:
-    """A process on a device: `share` of it that vLLM reserves, and bytes, 0 where they are not known."""
+    """A process on a device: `share` of it that vLLM reserves, and bytes, 0 where they are not known. `several`: it is
+    the learner of several models, whose own rules count one."""
 
     name: str
     share: float = 0.0
     nbytes: int = 0
+    several: bool = False
 
     def shown(self) -> str:
         size = memory.gib(self.nbytes) if self.nbytes else "an unknown size"
@@ -38,18 +40,20 @@ class Tenant:
 
 
 def shared(t: Topology) -> dict[str, list[Tenant]]:
-    """The devices on this host that more than one process works on."""
+    """The devices on this host on which there is more than one process or learner."""
     found: dict[str, list[Tenant]] = {}
     for process in t.processes():
         own = t.of(t.tag_of(process.name))
         kind = device.expected(own.device_of(process.name)) if has_model(process.spec) else "cpu"
         for number in process.devices.split(",") if kind != "cpu" and process.devices else [FIRST]:
             if kind != "cpu":
-                found.setdefault(f"{kind} {number.strip()}", []).append(_tenant(own, process, kind))
-    return {where: tenants for where, tenants in found.items() if len(tenants) > 1}
+                found.setdefault(f"{kind} {number.strip()}", []).append(_tenant(t, own, process, kind))
+    return {where: tenants for where, tenants in found.items() if len(tenants) > 1 or tenants[0].several}
 
 
-def _tenant(own: Topology, process: ProcessName, kind: str) -> Tenant:
+def _tenant(t: Topology, own: Topology, process: ProcessName, kind: str) -> Tenant:
+    if process.role == "learner" and isinstance(process.spec.model, tuple):
+        return Tenant(process.name, nbytes=memory.together([t.of(tag) for tag in process.spec.model]), several=True)
     if process.role != "rollout":
         parts = memory.of_topology(own)
         engines_have = parts.get("weights", 0) if own.weights.transport == ONE_COPY else 0

@@ -10,7 +10,7 @@ Knows the widths of decoders with gated feed-forward layers, of which every mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -278,10 +278,22 @@ def of_topology(t: Topology) -> dict[str, int]:
     return _of(t, work_of(t)) if _known(t) else {}
 
 
+def together(topologies: Sequence[Topology]) -> int:
+    """Bytes of one learner for the adapters of all of these on one base: base and libraries are there once."""
+    total = 0
+    for at, t in enumerate(topologies):
+        parts = of_topology(t)
+        known = 0 if t.model.path.startswith(TINY) else pretrained.parameters(t.model.path)
+        base = Widths.of(_config(t), known).parameters * work_of(t).width if parts else 0
+        total += sum(parts.values()) - (base + parts["libraries"] if at and parts else 0)
+    return total
+
+
 def _known(t: Topology) -> bool:
     config = _config(t)
     text = language_of(config)
-    learns = any(process.role == "learner" and not process.spec.command for process in t.processes())
+    processes = any(process.role == "learner" and not process.spec.command for process in t.processes())
+    learns = processes or any(entry.role == "learner" and entry.model for entry in t.process)  # in another's process
     widths = pretrained.size_in(text, "hidden_size", "n_embd", "d_model"), pretrained.size_in(text, *pretrained.LAYERS)
     return learns and all(widths)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from busrl.preflight import memory
 from busrl.system import device
-from busrl.topology.schema import Topology, has_model
+from busrl.topology.schema import ProcessName, Topology, has_model
 
 
 def lines(t: Topology) -> Iterator[str]:
@@ -29,9 +29,8 @@ def _of_tag(t: Topology, own: Topology) -> Iterator[str]:
     for follow in own.follows:
         back = f", {follow.back} back" if follow.back else ""
         what = f"checkpoints of {follow.model}, every {follow.every} steps{back}"
-    mine = (process.name for process in own.processes()
-            if has_model(process.spec) and t.tag_of(process.name) == own.tag)
-    names = ", ".join((*mine, *own.served_by)) or "no process here"
+    names = ", ".join(process.name for process in t.processes()
+                      if has_model(process.spec) and own.tag in _tags_of(t, process)) or "no process here"
     yield f"  {own.tag} ({what}): {own.model.path}, plays {', '.join(own.seats)}, {names}"
     if not own.beside:
         return  # the rest of the page is about the lead
@@ -43,14 +42,20 @@ def _of_tag(t: Topology, own: Topology) -> Iterator[str]:
     yield from (f"    {line}" for line in (*own.derived.explain, *memory.lines(own)))
 
 
+def _tags_of(t: Topology, process: ProcessName) -> tuple[str, ...]:
+    """The models that a process works for, from its entry: `models_of` would look for it first."""
+    return process.spec.model if isinstance(process.spec.model, tuple) else (t.tag_of(process.name),)
+
+
 def _devices(t: Topology) -> Iterator[str]:
-    """The learners' memory, added up for each kind of device that several of them share."""
+    """The learners' memory, added up for each kind of device that several of them share. One of several adapters has
+    their base once."""
     sizes: dict[str, dict[str, int]] = {}
-    for tag in t.trained_tags:
-        own = t.of(tag)
-        kind = device.expected(own.device_of(own.named("learner", 0)))
-        sizes.setdefault(kind, {})[tag] = sum(memory.of_topology(own).values())
+    for process in (process for process in t.processes() if process.role == "learner"):
+        tags = _tags_of(t, process)
+        kind = device.expected(t.device_of(process.name))
+        sizes.setdefault(kind, {})[" and ".join(tags)] = memory.together([t.of(tag) for tag in tags])
     for kind, tags in sizes.items():
-        if len(tags) > 1:
+        if len(tags) > 1 or " " in next(iter(tags)):
             each = " + ".join(f"{tag} {size / (1 << 30):.2f}" for tag, size in tags.items())
             yield f"  learners on {kind}: {each} = {sum(tags.values()) / (1 << 30):.2f} GiB"

@@ -6,7 +6,8 @@ seats of one. Knows nothing of files but config.json of a model that follows ano
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 from busrl.data import pretrained
@@ -152,58 +153,63 @@ def _models(t: Topology) -> Iterator[Finding]:
 CHECKS = (*seat_rules.CHECKS, _models)
 
 
-# -- one engine for several models -----
+# -- one process for several models -----
 
 
-class Same(NamedTuple):
-    """A key, or a table, that all models of one engine have alike."""
+class Shared(NamedTuple):
+    """A process of several models: its place among the entries of the file, its role, and their tags."""
 
-    name: str
-    why: str
+    at: int
+    role: str
+    tags: Sequence[str]
 
-
-ALIKE = (
-    Same("model.path", "one engine has one base, on which all of its adapters are"),
-    Same("model.dtype", "one engine has one base, in one type"),
-    Same("generation.max_batch", "the rows of one engine are for all of its models"),
-    Same("vllm", "one engine has one [vllm]"),
-)
+    def finding(self, rule: str, remedy: str) -> Finding:
+        key = f"process.{self.at}.model"
+        return Finding((key,), rule, remedy, value=f"{key} = {show(list(self.tags))}")
 
 
-def findings_of_shared(t: Topology, shared: Mapping[int, Sequence[str]]) -> Iterator[Finding]:
-    """The rules about engines of several models; `shared`: their tags by the place in the file. A model that only
-    serves, and follows none, is the base itself."""
-    for at, tags in shared.items():
-        yield from _alike(t, at, tags)
-        for tag in tags:
-            yield from _of_tag(t.of(tag), at, tags)
+# Keys, or tables, that all models of one process have alike, and why.
+BASE = {"model.path": "there is one base, on which all adapters are", "model.dtype": "there is one base, in one type"}
+ALIKE = {
+    "rollout": {**BASE, "generation.max_batch": "the rows of one engine are for all of its models",
+                "vllm": "one engine has one [vllm]"},
+    "learner": {**BASE, "learner.memory.attention": "there is one base, and one way to compute attention"},
+}
 
 
-def _finding(at: int, tags: Sequence[str], rule: str, remedy: str) -> Finding:
-    return Finding((f"process.{at}.model",), rule, remedy, value=f"process.{at}.model = {show(list(tags))}")
+def findings_of_shared(t: Topology, shared: Iterable[Shared]) -> Iterator[Finding]:
+    """The rules about processes of several models. For an engine a model that only serves, and follows none, is the
+    base itself."""
+    for process in shared:
+        yield from _alike(t, process)
+        for tag in process.tags:
+            yield from _of_tag(t.of(tag), process)
 
 
-def _alike(t: Topology, at: int, tags: Sequence[str]) -> Iterator[Finding]:
-    for name, why in ALIKE:
-        values = {tag: _value(t.of(tag), name) for tag in tags}
-        other = next((tag for tag in tags if values[tag] != values[tags[0]]), "")
+def _alike(t: Topology, process: Shared) -> Iterator[Finding]:
+    first, *others = process.tags
+    for name, why in ALIKE[process.role].items():
+        value = _value(t.of(first), name)
+        other = next((tag for tag in others if _value(t.of(tag), name) != value), "")
         if other:
-            told = "" if name == "vllm" else f": {tags[0]} has {show(values[tags[0]])}, {other} {show(values[other])}"
-            yield _finding(at, tags, f"{why}{told}", f"the same {name} for all, or an entry for each tag")
+            differ = f": {first} has {show(value)}, {other} {show(_value(t.of(other), name))}" if "." in name else ""
+            yield process.finding(f"{why}{differ}", f"the same {name} for all, or an entry for each tag")
 
 
 def _value(t: Topology, name: str) -> Any:
-    table, _, key = name.partition(".")
-    return getattr(getattr(t, table), key) if key else getattr(t, table)
+    return reduce(getattr, name.split("."), t)
 
 
-def _of_tag(own: Topology, at: int, tags: Sequence[str]) -> Iterator[Finding]:
+def _of_tag(own: Topology, process: Shared) -> Iterator[Finding]:
     apart = "or an entry of its own for it"
     if own.follows:
-        yield _finding(at, tags, f"{own.tag} answers with checkpoints of another model", apart.removeprefix("or "))
+        rule = f"{own.tag} answers with checkpoints of another model"
+        yield process.finding(rule, f'write an entry with model = "{own.tag}"')
     elif not own.frozen and own.lora.rank == 0:
-        rule = f"all weights of {own.tag} are trained, and one engine has one base"
-        yield _finding(at, tags, rule, f"lora.rank above 0 for it, {apart}")
-    elif not own.frozen and own.weights.transport != BESIDE:
+        rule = f"all weights of {own.tag} are trained, and there is one base"
+        yield process.finding(rule, f"lora.rank above 0 for it, {apart}")
+    elif process.role == "rollout" and not own.frozen and own.weights.transport != BESIDE:
         rule = f'versions of {own.tag} come by transport = "{own.weights.transport}", not as adapters'
-        yield _finding(at, tags, rule, f'transport = "{BESIDE}" for it, {apart}')
+        yield process.finding(rule, f'transport = "{BESIDE}" for it, {apart}')
+    elif process.role == "learner" and own.ranks > 1:
+        yield process.finding(f"a learner of several models has one rank, and ranks = {own.ranks}", "ranks = 1")

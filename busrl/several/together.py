@@ -41,7 +41,7 @@ class DeclaredTwice(Shown):
 
 
 class Together(Actor):
-    """A process of several models. `members`: an actor for each, that of its first model first."""
+    """A process of several models. `members`: the actors of those that it still works for."""
 
     members: Sequence[Actor] = ()
 
@@ -79,12 +79,14 @@ class Together(Actor):
 
     def receive(self, message: m.Message) -> None:
         """Give a message about another model to that model's actor."""
-        others = (member for member in self.members[1:] if member.beside == m.model_of(message))
+        others = (member for member in self.members if member.beside == m.model_of(message) != self.beside)
         receive = next((member.receive for member in others), super().receive)
         receive(message)
 
     def handle(self, message: m.Message) -> None:
-        self.members[0].handle(message)
+        for member in self.members:
+            if member.beside == self.beside:
+                member.handle(message)
 
     def stop(self, reason: str) -> None:
         super().stop(reason)

@@ -11,7 +11,7 @@ Knows nothing of what a key means but for those that make a tag.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from busrl.capabilities import CALLER_ROLES, ROLES
 from busrl.errors import Problem, TopologyError
 from busrl.preflight.load import of_one_model, problem_of
-from busrl.several.rules import ENGINE_OF_SEVERAL, MOST_TAGS, NAME_RULE, findings_of_run, findings_of_shared
+from busrl.several.rules import ENGINE_OF_SEVERAL, MOST_TAGS, NAME_RULE, Shared, findings_of_run, findings_of_shared
 from busrl.several.seat_rules import NAME
 from busrl.topology.declare import items
 from busrl.topology.models import OF_TAG, ONLY_SEAT
@@ -154,7 +154,7 @@ def _faults_of_processes(source: Source, rows: Sequence[Row]) -> Iterator[Proble
             continue
         place, shown = source.place(("process", at, "model")), f"process.{at}.model = {show(tag)}"
         if isinstance(tag, list):
-            yield from _faults_of_shared(entry, tags, Problem(place, shown, "", ""))
+            yield from _faults_of_shared(entry, tags, frozen, Problem(place, shown, "", ""))
         elif tag not in tags:
             yield Problem(place, shown, "no [[model]] has this tag", f"there are {', '.join(tags)}")
         elif entry.get("role") not in OF_TAG:
@@ -163,18 +163,20 @@ def _faults_of_processes(source: Source, rows: Sequence[Row]) -> Iterator[Proble
             yield Problem(place, shown, "a model that only serves has no learner", "remove this entry")
 
 
-def _faults_of_shared(entry: Mapping[str, Any], tags: Sequence[str], at: Problem) -> Iterator[Problem]:
+def _faults_of_shared(
+    entry: Mapping[str, Any], tags: Sequence[str], frozen: Container[str], at: Problem
+) -> Iterator[Problem]:
     """Report what is wrong with the list of tags of a process; `at` has its place."""
     named, role = entry["model"], entry.get("role")
     if wrong := [tag for tag in named if tag not in tags]:
         rule, remedy = f"no [[model]] has the tag {show(wrong[0])}", f"there are {', '.join(tags)}"
     elif len({*named}) < max(2, len(named)):
         rule, remedy = "a list has two tags or more, each once", "a single tag is written without brackets"
-    elif role == "learner":
-        rule, remedy = "a learner trains one model; several of one base have a process each", "write an entry for each"
-    elif role != "rollout":
+    elif role not in OF_TAG:
         rule, remedy = f"only {' and '.join(OF_TAG)} are of one model", "remove it"
-    elif entry.get("engine", "torch") != ENGINE_OF_SEVERAL:
+    elif role == "learner" and (served := [tag for tag in named if tag in frozen]):
+        rule, remedy = f"{served[0]} only serves, and has no learner", "leave it out"
+    elif role == "rollout" and entry.get("engine", "torch") != ENGINE_OF_SEVERAL:
         rule = "an engine of another kind has one model: the adapter goes into its weights"
         remedy = f'engine = "{ENGINE_OF_SEVERAL}", or an entry for each tag'
     else:
@@ -250,9 +252,9 @@ def _shared(source: Source, rows: Sequence[Row], lead: Row) -> dict[int, tuple[s
     return {at: tuple(sorted(tags, key=order.index)) for at, tags in listed if isinstance(tags, list)}
 
 
-def _lists(source: Source, shared: Mapping[int, tuple[str, ...]]) -> dict[int, list[str]]:
-    """The lists as they are in the file."""
-    return {at: _entries(source)[at]["model"] for at in shared}
+def _lists(source: Source, shared: Mapping[int, tuple[str, ...]]) -> list[Shared]:
+    """These processes as they are in the file."""
+    return [Shared(at, _entries(source)[at]["role"], _entries(source)[at]["model"]) for at in shared]
 
 
 def _sharing(

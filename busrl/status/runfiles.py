@@ -87,7 +87,7 @@ class RunFiles:
         entries = [as_map(entry) for entry in listed] if isinstance(listed, list) else []
         values["agent_function"] = next((entry["function"] for entry in entries if entry.get("function")), None)
         learners = [entry for entry in entries if entry.get("role") == "learner"]
-        values["learns"] = not learners or any(entry.get("count") != 0 for entry in learners)
+        values["learns"] = not learners or any(entry.get("count") != 0 or entry.get("model") for entry in learners)
         values["beside"] = "" if topology.get("models") else topology.get("tag")
         facts: dict[str, Any] = {}
         for name, value in values.items():

@@ -262,7 +262,7 @@ class Process(Table):
                       "the others train", choices=("all", "validation"))
     device: str = key("", "where its model runs; empty = model.device", choices=("", "auto", "cpu", "cuda", "npu"))
     model: str | tuple[str, ...] = key("", "rollout, learner: the tag of its [[model]]; empty = the lead. A list "
-                                       "of tags: one vLLM engine for the adapters of all")
+                                       "of tags: one vLLM engine, or one learner, for the adapters of all")
     function: str = key("", "agent: what plays an episode, package.module:function or file.py:function, or a class")
     program: tuple[str, ...] = key((), "agent: start this for each episode instead of a function, led to its model by "
                                        "OPENAI_BASE_URL and OPENAI_API_KEY; {run_dir} and {here} are filled in")

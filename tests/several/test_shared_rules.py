@@ -15,6 +15,7 @@ from busrl.topology import Topology
 LORA = '[lora]\nrank = 4\n[weights]\ntransport = "lora_hotswap"\n'
 BASE = '[[model]]\ntag = "base"\npath = "tiny:sort"\ntrained = false\n'
 SHARED = '[[process]]\nrole = "rollout"\nengine = "vllm"\nmodel = ["judge", "solver"]\n'
+LEARNER = '[[process]]\nrole = "learner"\nmodel = ["judge", "solver"]\n'
 MODELS = LORA + SOLVER + JUDGE + AGENT
 
 
@@ -64,15 +65,19 @@ def test_a_model_that_only_serves_is_the_base_of_the_engine(read: Read) -> None:
     (MODELS + SHARED.replace("judge", "nobody"), [], 'no [[model]] has the tag "nobody"', "there are solver, judge"),
     (MODELS + SHARED.replace('"judge", ', ""), [], "a list has two tags or more", "without brackets"),
     (MODELS + SHARED.replace("judge", "solver"), [], "each once", "without brackets"),
-    (MODELS + SHARED + '[[process]]\nrole = "learner"\nmodel = ["solver", "judge"]\n', [],
-     "a learner trains one model", "an entry for each"),
+    (MODELS + BASE + LEARNER.replace("judge", "base"), [], "base only serves, and has no learner", "leave it out"),
+    (MODELS + LEARNER, ["process.learner.ranks=2"], "a learner of several models has one rank", "ranks = 1"),
+    (MODELS + LEARNER, ["model.judge.lora.rank=0", "model.judge.weights.transport=shm"],
+     "all weights of judge are trained, and there is one base", "lora.rank above 0 for it"),
+    (MODELS + LEARNER, ["model.judge.learner.memory.attention=eager"], "one way to compute attention",
+     "the same learner.memory.attention"),
     (MODELS + SHARED + '[[process]]\nrole = "reward"\nmodel = ["solver", "judge"]\n', [], "only learner and rollout",
      "remove it"),
     (MODELS + SHARED, ["model.judge.lora.rank=0", "model.judge.weights.transport=shm"],
-     "all weights of judge are trained, and one engine has one base", "lora.rank above 0 for it"),
+     "all weights of judge are trained, and there is one base", "lora.rank above 0 for it"),
     (MODELS + SHARED, ["model.judge.weights.transport=shm"], 'versions of judge come by transport = "shm"',
      'transport = "lora_hotswap" for it'),
-    (MODELS + SHARED, [f"model.judge.path={ensure('tiny:sort').model}"], "one engine has one base",
+    (MODELS + SHARED, [f"model.judge.path={ensure('tiny:sort').model}"], "there is one base, on which",
      "the same model.path for all"),
     (MODELS + SHARED, ["model.judge.generation.max_batch=3"], "the rows of one engine are for all of its models",
      "the same generation.max_batch for all"),
@@ -82,9 +87,9 @@ def test_models_that_one_engine_cannot_have_are_refused(
     read: Read, text: str, overrides: list[str], rule: str, remedy: str
 ) -> None:
     problems = refused(read, text, *overrides)
-    line = next(at for at, row in enumerate((HEAD + text).splitlines(), 1) if "model = [" in row)
+    line = max(at for at, row in enumerate((HEAD + text).splitlines(), 1) if "model = [" in row)
     found = [problem for problem in problems if rule in problem and remedy in problem]
-    assert found and (f":{line}: process." in found[0] or "reward" in text or "learner" in text), problems
+    assert found and any(f":{line}: process." in problem for problem in found), problems
 
 
 def test_a_follower_has_an_engine_of_its_own(read: Read) -> None:
@@ -97,3 +102,16 @@ def test_a_follower_has_an_engine_of_its_own(read: Read) -> None:
 def test_a_list_of_models_needs_several_models(read: Read) -> None:
     plain = SOLVER.replace('[[model]]\ntag = "solver"', "[model]")
     assert any("the file has one [model]" in problem for problem in refused(read, plain + LORA + AGENT + SHARED))
+
+
+def test_a_shared_learner_is_the_leads_process_with_the_base_once(read: Read) -> None:
+    t = read(MODELS + LEARNER)
+    assert [process.name for process in t.processes() if process.role == "learner"] == ["learner"]
+    assert t.models_of("learner") == ("solver", "judge") and t.of("judge").ranks == 1
+    told = explain.report(t)
+    assert "judge (9 steps): tiny:sort, plays judge, learner, rollout/1" in told
+    apart = explain.report(read(MODELS))
+    of = {text: float(text.rpartition("= ")[2].partition(" ")[0]) for text in (told, apart)
+          for text in text.splitlines() if text.startswith("  learners on")}
+    (shared, less), (_, more) = of.items()
+    assert "solver and judge" in shared and less < more

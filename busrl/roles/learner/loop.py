@@ -60,6 +60,7 @@ from busrl.roles.learner.groups import (
 )
 from busrl.roles.learner.history import Checkpoints, History
 from busrl.roles.learner.metrics import StepMetrics
+from busrl.roles.learner.models import Read
 from busrl.roles.learner.observers import ComingStep, FinishedStep, LearnerParts, Observers, RestingGroup
 from busrl.roles.learner.publish import Publisher, UpdateFence, join_engine
 from busrl.roles.learner.samples import terms_of
@@ -73,6 +74,7 @@ from busrl.system.clocks import PausedClock
 from busrl.topology import Topology
 from busrl.training.custom import Metrics
 from busrl.training.forward import COMPILE_S
+from busrl.training.model import load
 from busrl.training.step_stats import StepStats
 from busrl.training.trainer import Team
 from busrl.weights.factory import import_transport
@@ -93,6 +95,7 @@ class Learner(Actor):
     singleton = True
     tick_s = 0.02
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.ProbeDrawn,)
+    read: Read = staticmethod(load)
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -102,10 +105,11 @@ class Learner(Actor):
         self.scanner = GroupScanner(self.fates.view(), topology.groups.size, horizon=topology.derived.horizon)
         self.team = self._gathered() if topology.ranks > 1 else None
         self.deadline = deadline_of(topology)
-        self.fence, on_progress = UpdateFence(), Progress(self.deadline, self.ring.progress)
+        self.fence, on_progress = UpdateFence(), Progress(self.deadline, self.shown.progress)
         pace = scripted_pace(topology.mock.learner_s_per_token, on_progress)
         with self.activity("compile", COMPILE_S) if self.config.memory.compile else contextlib.nullcontext():
-            self.training = TrainingStep(topology, self.team, on_progress, self.fence, pace, self.paths.root)
+            self.training = TrainingStep(
+                topology, self.team, on_progress, self.fence, pace, self.paths.root, self.read)
         self.plan = make_plan(topology, streamable=self.training.models.streamable)
         with contextlib.suppress(FateRefused):  # the keeper meets it too, and reports it
             self.ring.finish_drops()  # so that the fates of groups that a predecessor set aside are complete
@@ -127,7 +131,7 @@ class Learner(Actor):
         """Wait for the other ranks, and return the team of all."""
         team: Team = capabilities.plug("ranks", "team")(
             self.topology, self.paths, self.activity, self.awaited, lambda text: self.warn("learner", text),
-            self.ring.progress,
+            self.shown.progress,
         )
         return team
 
@@ -173,7 +177,7 @@ class Learner(Actor):
             self.observers.replayed(record, stats)
             self.history.finished(record)
             self.metrics.replayed(record, stats)
-            self.ring.progress()
+            self.shown.progress()
             replayed += 1
         return replayed
 

@@ -45,14 +45,18 @@ from busrl.training.value_head import FOLDER as VALUE
 from busrl.weights.tensors import fingerprint
 
 ADAPTER = "adapter"  # folder of a checkpoint
+Read = Callable[[Path, torch.dtype, torch.device, str], Any]  # as `load` of `busrl.training.model`
 
 
 class Models:
     """The trainer of a learner and the models beside it. Loading a checkpoint may make another `trainer`."""
 
-    def __init__(self, topology: Topology, team: Team | None, hooks: Hooks, root: Path = Path()) -> None:
-        """`team`: the other ranks, where the model is spread over several. `root`: the run directory."""
-        self.config, self.team, self._hooks = topology.learner, team, hooks
+    def __init__(
+        self, topology: Topology, team: Team | None, hooks: Hooks, root: Path = Path(), read: Read = load,
+    ) -> None:
+        """`team`: the other ranks, where the model is spread over several. `root`: the run directory. `read` gives the
+        model of a folder."""
+        self.config, self.team, self._hooks, self._read = topology.learner, team, hooks, read
         self._teachers = teachers_of(topology, root)
         self.source = Path(topology.model.path)
         self.device = device.choose(topology.device_of("learner"))
@@ -92,7 +96,8 @@ class Models:
         )
 
     def _loaded(self, folder: Path, dtype: torch.dtype) -> Any:
-        return load(folder, dtype, self.device, "" if self.settings.attention == AUTO else self.settings.attention)
+        attention = "" if self.settings.attention == AUTO else self.settings.attention
+        return self._read(folder, dtype, self.device, attention)
 
     def _refer(self, trained: Forward, loss: LossFunction, adapter: Adapter | None) -> Reference | None:
         """The function that gives log-probabilities under the reference: the base without its adapter, or a second

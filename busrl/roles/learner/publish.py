@@ -52,7 +52,7 @@ class Publisher:
         self._missing: deque[tuple[str, str]] = deque(maxlen=GROUPS_KEPT)
         callbacks = GroupCallbacks(self._groups.append, lambda name, text: self._missing.append((name, text)))
         self.sender = make_sender(TransportSettings.of(actor.topology, actor.paths), callbacks, write)
-        self.sender.hook = lambda _: self.ring.progress()
+        self.sender.hook = lambda _: actor.shown.progress()
         self._work_s = actor.topology.limits.work_s
         self.version = max(highest, self.ring.header(HeaderWord.VERSION))
         # `experiments.forced_age` = k: the weights of k steps ago are published.
@@ -127,7 +127,7 @@ class Publisher:
             while (holder := version_pin.pinned_by(ring)) and not self.actor.stopping:
                 if (collected := ring.transitions(State.TRAINING)) != seen:  # only the holder claims meanwhile
                     seen, limit = collected, time.monotonic() + self._work_s
-                    ring.progress()
+                    self.actor.shown.progress()
                 elif time.monotonic() > limit:
                     name = version_pin.name_of(ring, holder)
                     waited = f"had no result for {self._work_s:g} s; publishing without it"

@@ -22,13 +22,14 @@ from busrl.algorithms import advantages as formulas
 from busrl.algorithms import catalog
 from busrl.ledger.wal import Record, SampleRecord, Terms
 from busrl.roles.learner.advantages import StepAdvantages
-from busrl.roles.learner.models import Models
+from busrl.roles.learner.models import Models, Read
 from busrl.roles.learner.samples import TrainedTokens, terms_of, to_sample
 from busrl.scheduling.learning_rate import Schedule
 from busrl.system import device
 from busrl.topology import Topology
 from busrl.training.batch import first_fault
 from busrl.training.checkpoint import Checkpoint
+from busrl.training.model import load
 from busrl.training.scorer import Advantages
 from busrl.training.step_stats import StepStats, combined
 from busrl.training.trainer import Hooks, Team, Trainer
@@ -44,11 +45,11 @@ class TrainingStep:
     def __init__(
         self, topology: Topology, team: Team | None = None, on_progress: Callable[[], None] = _nothing,
         before_update: Callable[[], None] = _nothing, pace: Callable[[float, int], None] = _nothing,
-        root: Path = Path(),
+        root: Path = Path(), read: Read = load,
     ) -> None:
         """`team`: the other ranks, where the model is spread over several. `on_progress` is called after each
         micro-batch and part of a checkpoint; `before_update` when the weights are about to change; `pace` with the
-        begin and the tokens of an accumulation. `root`: the run directory."""
+        begin and the tokens of an accumulation. `root`: the run directory; `read` gives the model of a folder."""
         device.keep_freed_memory()
         self._on_progress, self._before_update, self._pace = on_progress, before_update, pace
         self.late = topology.experiments.forced_age > 0  # a version has older weights than those of its step
@@ -60,7 +61,7 @@ class TrainingStep:
         self._cut_tokens = self._gone_tokens = 0
         self.tokens = TrainedTokens(terms_of(topology))
         self.stale = self.tokens.stale
-        self.models = Models(topology, team, Hooks(on_progress, self.stale.ages), root)
+        self.models = Models(topology, team, Hooks(on_progress, self.stale.ages), root, read)
         self.advantages = StepAdvantages(topology, self.models, self.tokens)
         self.config, self.schedule = topology.learner, schedule_of(topology)
 
