@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from busrl.bus import Endpoint
-from busrl.roles.actor import Actor, Parts, Shown
 from busrl.roles.learner.loop import Learner, import_all
 from busrl.roles.learner.models import Read
-from busrl.several.together import Together
+from busrl.several.together import Part, Together
 from busrl.topology import Topology
 from busrl.training.model import load
 
@@ -41,12 +40,12 @@ class Bases:
         return copy.deepcopy(model, shared)
 
 
-class Member(Learner):
+class Member(Part, Learner):
     """The learner of one of the models."""
 
-    def __init__(self, run_dir: Path, name: str, parts: Parts, shown: Shown, whole: Topology, read: Read) -> None:
-        super().__init__(run_dir, name, parts)
-        self.shown, self.whole, self.read = shown, whole, read
+    def __init__(self, process: Together, topology: Topology, read: Read) -> None:
+        super().__init__(process, topology)
+        self.read = read
 
 
 class SharedLearner(Together):
@@ -59,9 +58,8 @@ class SharedLearner(Together):
     subscribe = Learner.subscribe
 
     def setup(self) -> None:
-        bases, name = Bases(), self.name
-        topologies = [self.whole.of(tag) for tag in self.whole.models_of(name)]
-        self.set_up([Member(self._run.root, name, *self.parts_of(each), self.whole, bases.read) for each in topologies])
+        bases = Bases()
+        self.set_up([Member(self, self.whole.of(tag), bases.read) for tag in self.whole.models_of(self.name)])
 
     def bus_of(self, topology: Topology) -> Endpoint:
         """An endpoint with the name of the model's learner, from whom alone its updates count; it gets no message."""
@@ -79,7 +77,7 @@ class SharedLearner(Together):
                 self._end(member)
         return worked
 
-    def _end(self, member: Actor) -> None:
+    def _end(self, member: Part) -> None:
         """End a model whose steps are made, and the process with the last."""
         self._taken_down(member)
         self.members = [other for other in self.members if other is not member]
@@ -95,7 +93,7 @@ class SharedLearner(Together):
             self._taken_down(member)
         self.close_rings()
 
-    def _taken_down(self, member: Actor) -> None:
+    def _taken_down(self, member: Part) -> None:
         member.teardown()
         if member.bus is not self.bus:
             member.bus.close()

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import cast
 
 from busrl.engines import Engine
@@ -22,11 +21,11 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import Ring, State
 from busrl.roles import answers
-from busrl.roles.actor import Parts, Shown
 from busrl.roles.intake import CallIntake
 from busrl.roles.rollout import Rollout, import_all
 from busrl.several.shared_engine import Share, make
-from busrl.several.together import Together
+from busrl.several.together import Part, Together
+from busrl.topology import Topology
 
 LOOK_S = 0.5  # a thread that watches a ring ends within it
 
@@ -39,14 +38,14 @@ class SharedCalls(CallIntake):
         return answers.claim_queued(self.ring, None, room, idle)
 
 
-class Member(Rollout):
+class Member(Part, Rollout):
     """The rollout of one of the models."""
 
     intake_of_calls = SharedCalls
 
-    def __init__(self, run_dir: Path, name: str, parts: Parts, shown: Shown, share: Share) -> None:
-        super().__init__(run_dir, name, parts)
-        self.shown, self.share = shown, share
+    def __init__(self, process: Together, topology: Topology, share: Share) -> None:
+        super().__init__(process, topology)
+        self.share = share
 
     def _make_engine(self) -> Engine:
         return self.share
@@ -54,12 +53,6 @@ class Member(Rollout):
     def update_weights(self, wait: bool = False) -> None:
         if wait or self.share.has_room:
             super().update_weights(wait)
-
-    def warn(
-        self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Sequence[int] = (),
-        traceback: str = "",
-    ) -> None:
-        super().warn(where, f"{self.topology.tag}: {text}", severity, kind, uids, traceback)
 
     @property
     def runs_alone(self) -> bool:
@@ -81,8 +74,7 @@ class SharedRollout(Together):
     def setup(self) -> None:
         topologies = [self.whole.of(tag) for tag in self.whole.models_of(self.name)]
         self.engine = make(topologies)
-        members = [Member(self._run.root, self.name, *self.parts_of(topology), share)
-                   for topology, share in zip(topologies, self.engine.shares)]
+        members = [Member(self, *each) for each in zip(topologies, self.engine.shares)]
         self._turns = deque(members)
         self.set_up(members)
         self.queued = QueuedCalls([member.intake.ring for member in members])

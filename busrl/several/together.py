@@ -43,7 +43,7 @@ class DeclaredTwice(Shown):
 class Together(Actor):
     """A process of several models. `members`: the actors of those that it still works for."""
 
-    members: Sequence[Actor] = ()
+    members: Sequence[Part] = ()
 
     def parts_of(self, topology: Topology) -> tuple[Parts, Shown]:
         """Parts that the actor of a model works with, and the table in which it shows its work."""
@@ -69,7 +69,7 @@ class Together(Actor):
         """The endpoint by which the actor of another model sends."""
         return self.bus
 
-    def set_up(self, members: Sequence[Actor]) -> None:
+    def set_up(self, members: Sequence[Part]) -> None:
         """Set the actors up, one after the other; each is ready in the ring of its model then."""
         self.members = members
         for member in members:
@@ -98,6 +98,10 @@ class Together(Actor):
         for member in self.members:
             member.reports.publish_repeats(time.monotonic())
 
+    def beat(self) -> None:
+        """Show presence, also while a part waits."""
+        self._heartbeat()
+
     def follow(self) -> None:
         self.whole = Topology.from_json(self._run.topology.read_text())
         for member in self.members:
@@ -107,3 +111,21 @@ class Together(Actor):
     def close_rings(self) -> None:
         for ring in self.other_rings:
             ring.close()
+
+
+class Part(Actor):
+    """The actor of one of the models of a process. Its lines for people name the model."""
+
+    def __init__(self, process: Together, topology: Topology) -> None:
+        parts, shown = process.parts_of(topology)
+        super().__init__(process.paths.home, process.name, parts)
+        self.process, self.shown, self.whole = process, shown, process.whole
+
+    def warn(
+        self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Sequence[int] = (),
+        traceback: str = "",
+    ) -> None:
+        super().warn(where, f"{self.topology.tag}: {text}", severity, kind, uids, traceback)
+
+    def _heartbeat(self) -> None:
+        self.process.beat()
