@@ -93,3 +93,14 @@ def test_the_death_of_a_shared_engine_costs_both_models_calls_alone(tmp_path: Pa
         run.until("steps after that", lambda: min(step_of(run.paths), step_of(judge)) >= 5, LIMIT_S)
         check_both(run, run.wait(LIMIT_S))
     assert run.restarts("rollout/0") == 2, run.tail()
+
+
+def test_one_engine_and_one_learner_of_two_models_survive_the_learner(tmp_path: Path, quickstart: None) -> None:
+    run = shared_run(tmp_path, steps=6)
+    run.config.write_text(run.config.read_text() + '[[process]]\nrole = "learner"\nmodel = ["solver", "judge"]\n')
+    judge = run.paths.of_tag("judge")
+    with running(run):
+        run.until("steps of both", lambda: min(step_of(run.paths), step_of(judge)) >= 3, LIMIT_S)
+        os.kill(run.pid("learner"), signal.SIGKILL)
+        check_both(run, run.wait(LIMIT_S))
+    assert (run.restarts("learner"), run.restarts("rollout/0")) == (1, 0), run.tail()
