@@ -49,7 +49,7 @@ class Member(Part, Learner):
 
 
 class SharedLearner(Together):
-    """One base, and an adapter for each of several models."""
+    """A learner with one base, and an adapter for each of several models."""
 
     role = "learner"
     warm = staticmethod(import_all)
