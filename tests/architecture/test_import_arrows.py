@@ -72,7 +72,8 @@ REWARD_MODELS = {f"busrl.{kind.maker.partition(':')[0]}" for kind in REWARD_KIND
 WITH_A_MODEL = {
     "busrl.roles.learner", "busrl.roles.rollout", "busrl.service.adapters", "busrl.service.engine",
     "busrl.service.export", "busrl.service.model_folders", "busrl.service.models", "busrl.service.rows",
-    "busrl.service.tenants", "busrl.service.whole", "busrl.several.shared_learner", "busrl.system.device", *REWARD_MODELS,
+    "busrl.service.tenants", "busrl.service.whole", "busrl.several.shared_learner", "busrl.system.device",
+    *REWARD_MODELS,
 }
 CORE = {name: path for name, path in MODULES.items() if not capability_of(name)}
 
