@@ -52,9 +52,9 @@ def _devices(t: Topology) -> Iterator[str]:
     their base once."""
     sizes: dict[str, dict[str, int]] = {}
     for process in (process for process in t.processes() if process.role == "learner"):
-        tags = _tags_of(t, process)
+        together = _tags_of(t, process)
         kind = device.expected(t.device_of(process.name))
-        sizes.setdefault(kind, {})[" and ".join(tags)] = memory.together([t.of(tag) for tag in tags])
+        sizes.setdefault(kind, {})[" and ".join(together)] = memory.together([t.of(tag) for tag in together])
     for kind, tags in sizes.items():
         if len(tags) > 1 or " " in next(iter(tags)):
             each = " + ".join(f"{tag} {size / (1 << 30):.2f}" for tag, size in tags.items())
