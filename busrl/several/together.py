@@ -18,7 +18,7 @@ from busrl.bus import Endpoint
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
 from busrl.roles.actor import Actor, Parts, Shown
-from busrl.several.ledgers import Ledger
+from busrl.roles.ledgers import Ledger
 from busrl.topology import Topology
 
 
