@@ -47,9 +47,9 @@ def test_numbers_go_on_after_the_shared_ones(read: Read) -> None:
     own = '[[process]]\nrole = "rollout"\nengine = "vllm"\nmodel = "judge"\n'
     t = read(MODELS + BASE + SHARED.replace('"solver"]', '"solver"]\ncount = 2') + own)
     names = [process.name for process in t.processes() if process.role == "rollout"]
-    assert names == ["rollout/0", "rollout/1", "rollout/2", "rollout/3"]
+    assert names == ["rollout/0", "rollout/3", "rollout/1", "rollout/2"]  # each third is of one model
     assert [t.models_of(name) for name in names] == [("solver", "judge")] * 2 + [("judge",), ("base",)]
-    assert t.of("judge").served_by == ("rollout/0", "rollout/1") and t.of("base").served_by == ()
+    assert t.of("judge").served_by == ("rollout/0", "rollout/3") and t.of("base").served_by == ()
 
 
 def test_a_model_that_only_serves_is_the_base_of_the_engine(read: Read) -> None:
