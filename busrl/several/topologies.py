@@ -253,7 +253,7 @@ def _shared(source: Source, rows: Sequence[Row], lead: Row) -> dict[int, tuple[s
 
 
 def _lists(source: Source, shared: Mapping[int, tuple[str, ...]]) -> list[Shared]:
-    """These processes as they are in the file."""
+    """Processes of several models as they are in the file."""
     return [Shared(at, _entries(source)[at]["role"], _entries(source)[at]["model"]) for at in shared]
 
 
