@@ -48,11 +48,11 @@ class Together(Actor):
     def parts_of(self, topology: Topology) -> tuple[Parts, Shown]:
         """Parts that the actor of a model works with, and the table in which it shows its work."""
         if topology.tag == self.topology.tag:
-            fates = (None, None) if topology.frozen else (self.fates, self.validate_fates)
-            return Parts(topology, self.ring, self.bus, *fates, beside=topology.beside), self.shown
-        ring, *fates = self._attached(topology)
+            fates, checked = (None, None) if topology.frozen else (self.fates, self.validate_fates)
+            return Parts(topology, self.ring, self.bus, fates, checked, topology.beside), self.shown
+        ring, fates, checked = self._attached(topology)
         self.other_rings.append(ring)
-        parts = Parts(topology, ring, self.bus_of(topology), *fates, beside=topology.beside)
+        parts = Parts(topology, ring, self.bus_of(topology), fates, checked, topology.beside)
         return parts, DeclaredTwice(ring, self.shown)
 
     def _attached(self, topology: Topology) -> tuple[Ring, Fates | None, Fates | None]:
