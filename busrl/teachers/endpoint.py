@@ -202,7 +202,8 @@ class Endpoint:
         try:
             async with self._session.request(method, url, json=body, proxy=self._proxy) as response:
                 if response.ok:
-                    return await response.read()
+                    answer: bytes = await response.read()
+                    return answer
                 text = (await response.content.read(ERROR_BYTES)).decode("utf-8", "replace")
                 status = response.status
                 header = response.headers.get("Retry-After", "")

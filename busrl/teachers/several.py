@@ -92,7 +92,7 @@ class Teachers:
 
 def _places(counts: Sequence[int]) -> list[Tensor]:
     """The rows of each sample in the flat order."""
-    return list(torch.arange(sum(counts)).split(list(counts)))
+    return list(torch.split(torch.arange(sum(counts)), list(counts)))
 
 
 def _gathered(parts: Sequence[tuple[Tensor, Tensor, Tensor]], count: int, device: torch.device) -> Taught:
@@ -151,7 +151,7 @@ class TeacherMaker:
 
 def _best_of(way: Any, count: int, words: int) -> Best:
     """The function that gives the most probable tokens of a Forward."""
-    return lambda samples, flat: way.best(samples, flat, count, words)  # type: ignore[no-any-return]
+    return lambda samples, flat: way.best(samples, flat, count, words)
 
 
 def _tags(topology: Topology) -> TagOf:

@@ -57,8 +57,9 @@ class Sequences:
         return value
 
     def __getitem__(self, chosen: Ints) -> Sequences:
-        columns = (column[chosen] for column in (self.before_first, self.before, self.first, self.lengths))
-        return Sequences(*columns, self.context)
+        return Sequences(
+            self.before_first[chosen], self.before[chosen], self.first[chosen], self.lengths[chosen], self.context
+        )
 
     def earlier(self, places: Ints) -> Ints:
         """The earlier rows at these places; places beyond the last give any row."""
