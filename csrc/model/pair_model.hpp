@@ -43,7 +43,7 @@ class PairModel {
         uint8_t sides = 2, episodes = 2, holders = 2, deaths = 0, accidents = 0, starts = 0, finishes = 0;
         uint8_t closes = 0;  // ledgers (bits) in which all episodes are one group, which the learner sets aside
         uint8_t room[kSides] = {9, 9, 9};
-        uint8_t whole = 0;  // an accident is one of an episode, never of a side
+        uint8_t whole = 0;                  // an accident is one of an episode, never of a side
         uint8_t first[kSides] = {0, 0, 0};  // where each ledger begins; they differ in controls alone
         PairMutant mutant = PairMutant::NONE;
     };
