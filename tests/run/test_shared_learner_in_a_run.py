@@ -31,7 +31,7 @@ def shared_run(folder: Path, steps: int, judge_steps: int = 0) -> Run:
     text = run.config.read_text()
     model = text.partition('path = "')[2].partition('"')[0]
     run.config.write_text(text.replace(str(folder / "judge"), model) + SHARED)
-    run.settings += [*LORA, "learner.checkpoint_every=2"]
+    run.settings += [*LORA, "learner.checkpoint_every=2", "generation.on_update=recompute"]
     return run
 
 

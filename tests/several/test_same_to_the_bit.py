@@ -85,7 +85,7 @@ def files(run: Run) -> set[str]:
 
 
 @pytest.mark.long
-def test_an_idle_judge_and_a_tag_change_no_bit_of_a_record(tmp_path: Path, quickstart: None) -> None:
+def test_an_idle_judge_and_a_tag_change_no_bit_of_a_record(tmp_path: Path) -> None:
     plain, tagged = ended(tmp_path / "plain", PLAIN), ended(tmp_path / "tagged", TAGGED)
     judged = ended(tmp_path / "judged", TAGGED + JUDGE)
     alone = records(plain)
