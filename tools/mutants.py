@@ -177,10 +177,10 @@ MUTANTS = (
     Mutant("the lead side does not wait for the others", "busrl/several/opening.py",
            "return bool(self._stand(books, draw).all())", "return True", ("tests/several/test_opening.py",)),
     Mutant("a member of the lead side does not wait for the others", "busrl/several/opening.py",
-           "ready = self._ready(books, first, members) if waits else members", "ready = members",
+           "ready = self._ready(books, first, members) if _is_lead(books, book, first.draw) else members", "ready = members",
            ("tests/several/test_opening.py",)),
     Mutant("the lead side waits for a group that is over", "busrl/several/draws.py",
-           "return first | is_closed(codes)", "return first", ("tests/several/test_opening.py",)),
+           "return there | is_closed(codes)", "return there", ("tests/several/test_opening.py",)),
     Mutant("a token of a version to come is no fault", "busrl/ledger/audit/rules.py",
            '"<u4").max()) > step.version', '"<u4").max()) > step.version + 9', ("tests/ledger/test_ledger_audit_seats.py",)),
     # -- rewards

@@ -231,8 +231,10 @@ class Actor(ABC):
         self.reports = Reports(self.paths, name, self.role, lambda message: self.bus.send(message))
         if parts:
             self.bus, self.ring, self.shown = parts.bus, parts.ring, Shown(parts.ring)
-            if parts.fates is not None and parts.validate_fates is not None:
-                self.fates, self.validate_fates = parts.fates, parts.validate_fates
+            if parts.fates is not None:
+                self.fates = parts.fates
+            if parts.validate_fates is not None:
+                self.validate_fates = parts.validate_fates
 
     @classmethod
     def of_run(cls, run_dir: str | Path, name: str) -> Actor:

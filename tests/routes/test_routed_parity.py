@@ -101,7 +101,7 @@ def test_routes_of_swapped_layers_end_the_run_by_their_name() -> None:
     assert gate(right_layers).first(records(), 0, 0) is None
 
 
-def test_a_probe_with_an_id_of_no_expert_is_named_and_never_computed() -> None:
+def test_a_probe_with_an_id_of_no_expert_is_never_computed() -> None:
     def refuse(samples: Sequence[Sample]) -> Any:
         raise AssertionError("it was given to the model")
 
