@@ -37,9 +37,13 @@ def main() -> tuple[int, str]:
         parser.error(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
     try:
         with uncollected():
-            process = capabilities.role(role)
+            made_by = capabilities.role(role)
         gc.freeze()  # modules stay: no look for cycles among them while a model is loaded, either
-        code: int = getattr(process, "of_run", process)(options.run_dir, options.name).main()
+        process = made_by(options.run_dir, options.name)
+        topology = getattr(process, "whole", None)  # the bus reads none
+        if topology is not None and len(topology.models_of(options.name)) > 1:
+            process = capabilities.plug("several", role)(options.run_dir, options.name)
+        code: int = process.main()
     except BusrlError as problem:
         print(f"{options.name}: {problem}", file=sys.stderr, flush=True)
         return process_code(problem), cause(problem)

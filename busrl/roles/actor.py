@@ -31,7 +31,6 @@ from typing import Any, ClassVar
 import msgspec
 import numpy.typing as npt
 
-from busrl import capabilities
 from busrl.bus import Endpoint
 from busrl.errors import BusNotReady, DiskFull, SharedMemoryFull, Stopped, cause
 from busrl.faults import MessageFaults, message_faults
@@ -235,14 +234,6 @@ class Actor(ABC):
                 self.fates = parts.fates
             if parts.validate_fates is not None:
                 self.validate_fates = parts.validate_fates
-
-    @classmethod
-    def of_run(cls, run_dir: str | Path, name: str) -> Actor:
-        """The process of that name; one that works for several models is of another class."""
-        actor: Actor = cls(run_dir, name)
-        if len(actor.whole.models_of(name)) > 1:
-            actor = capabilities.plug("several", cls.role)(run_dir, name)
-        return actor
 
     # -- life ---------------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class Share(Engine):
 
     def __init__(self, whole: AdaptersOfModels, index: int, text: Any) -> None:
         super().__init__(text, whole.capacity, whole.max_length)
-        self._whole, self._index, self._seen = whole, index, 0
+        self._whole, self._index, self._fresh = whole, index, 0
 
     def take_turn(self, closed: bool = False) -> None:
         """Have an equal part of the rows that are free now, until the next turn; none if the engine is `closed`."""
@@ -105,15 +105,16 @@ class Share(Engine):
 
     @property
     def decoding(self) -> int:
-        self._seen = self._whole.arrived[self._index]
-        return self._seen - self._counts.tokens
+        self._fresh = self._whole.arrived[self._index] - self._counts.tokens
+        return self._fresh
 
     def _begin(self, requests: list[Request]) -> None:
         self._running |= {request.key: request for request in requests}
         self._whole.submit([replace(request, key=self._joined(request.key)) for request in requests])
 
     def step(self) -> list[Finished]:
-        self._counts.tokens = self._seen
+        self._counts.tokens += self._fresh
+        self._fresh = 0
         self._whole.deliver(wait=not self._done)
         return self._take_done()
 

@@ -644,11 +644,13 @@ class RunState:
         }
 
     def rows(self, now: float) -> list[ProcessRow]:
-        """The processes: those of the ring in the order of their entries, then those known by the bus alone."""
+        """The processes: those of the ring in the order of their entries, then those known by the bus alone, which are
+        of the run, so of its lead."""
         entries = self.ring.processes if self.ring else ()
         rows = [self._row(process) for process in entries]
-        mapped = {address_of(process.name) for process in entries}
-        for sender, present in sorted(self._present.items()):
+        beside = [process for processes in self.rows_beside().values() for process in processes]
+        mapped = {address_of(process.name) for process in (*entries, *beside)}
+        for sender, present in () if entries and self.facts.beside else sorted(self._present.items()):
             if sender not in mapped and not (entries and present.index):
                 age = max(0.0, now - present.heard)
                 rows.append(ProcessRow(

@@ -163,7 +163,7 @@ class Engine:
         self.runner.query_start_loc.np[: len(begins)] = begins
         for place, module in enumerate([] if self.silent else self.runner.get_model().modules()[1:]):
             module.router.told(Tensor(np.array([row[place] for row in told], np.int32).reshape(-1, TOP_K)))
-        self.runner._model_forward()
+        vars(self.runner)["_model_forward"]()
         at = 0
         for one, count in rows:
             self._keep(one, told[at : at + count])

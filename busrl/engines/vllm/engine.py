@@ -63,6 +63,26 @@ class Running(PartialAnswer):
         """`adapter`: of the engine's newest version, where versions are adapters."""
         return cls(request, adapter=adapter)
 
+    @staticmethod
+    async def for_check(
+        engine: VllmEngine, core: Core, count: int, first: bool = False
+    ) -> tuple[list[int], list[float], int]:
+        """A short answer to a made-up prompt: all ids, log-probabilities of the drawn ones, length of the prompt. The
+        `first` of a vLLM proves that it gives routes, too."""
+        prompt_length = max(1, min(8, engine.max_length - count))
+        prompt = np.arange(1, prompt_length + 1, dtype=np.int32) % vocabulary_size(Path(engine.start.model))
+        limit = min(count, engine.max_length - prompt_length)
+        running = Running(Request(-1, 0, 0, prompt, NO_IDS, limit, engine.temperature, 1.0, 0), name="check")
+        routes = engine.routes if first else None
+        if routes:
+            routes.begin(running)
+        salted = {"prompt_token_ids": running.known_ids, "cache_salt": "check"}
+        async for output in core.engine.generate(salted, running.sampling([], True), running.id):
+            running.take(output, engine.version)
+        if routes:
+            await routes.prove(running)
+        return running.known_ids, running.logprobs, prompt_length
+
     @property
     def id(self) -> str:
         return self.name or f"{self.request.key}.{self.request.uid}.{self.request.segment}"
@@ -276,23 +296,6 @@ class VllmEngine(Engine):
         self.core = self._start_core()
         super().resume()
 
-    async def sample_for_check(self, core: Core, count: int, first: bool = False) -> tuple[list[int], list[float], int]:
-        """A short answer to a made-up prompt: all ids, log-probabilities of the drawn ones, length of the prompt. The
-        `first` of a vLLM proves that it gives routes, too."""
-        prompt_length = max(1, min(8, self.max_length - count))
-        prompt = np.arange(1, prompt_length + 1, dtype=np.int32) % vocabulary_size(Path(self.start.model))
-        limit = min(count, self.max_length - prompt_length)
-        running = Running(Request(-1, 0, 0, prompt, NO_IDS, limit, self.temperature, 1.0, 0), name="check")
-        routes = self.routes if first else None
-        if routes:
-            routes.begin(running)
-        salted = {"prompt_token_ids": running.known_ids, "cache_salt": "check"}
-        async for output in core.engine.generate(salted, running.sampling([], True), running.id):
-            running.take(output, self.version)
-        if routes:
-            await routes.prove(running)
-        return running.known_ids, running.logprobs, prompt_length
-
     # -- in the loop -----
 
     def _start_core(self) -> Core:
@@ -306,7 +309,7 @@ class VllmEngine(Engine):
             self.routes = Routes(core, routing, native=not on_a_cpu(), skips=skips_routes()) if routing else None
             # It is up when it has made a token: what a version still compiles then belongs to the start.
             what, limit = "its first token", self.settings.start_s
-            core.call(what, lambda: self.sample_for_check(core, 1, first=True), limit)
+            core.call(what, lambda: self.kind.for_check(self, core, 1, first=True), limit)
         except UserError:
             core.close()
             raise

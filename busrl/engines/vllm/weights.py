@@ -360,7 +360,7 @@ class Updates:
         """CannotTrain if vLLM's log-probabilities of a short answer are not those of a plain forward pass."""
         engine, core = self._engine, self._engine.core
         ids, sampled, prompt_length = core.call(
-            "the check of new weights", lambda: engine.sample_for_check(core, CHECK_TOKENS)
+            "the check of new weights", lambda: engine.kind.for_check(engine, core, CHECK_TOKENS)
         )
         plain = core.rpc("busrl_reference", engine.start.model, ids, engine.temperature)
         expected = next(values for values in plain if values)
