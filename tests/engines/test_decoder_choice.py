@@ -94,6 +94,7 @@ def test_the_topology_makes_the_engine(model_folder: Folder) -> None:
         process=(),
         processes=list,
         device_of=lambda _: "cpu",
+        is_service=False,
     )
     engine = make_engine(topology, "rollout/0")
     assert (engine.capacity, engine.max_length, engine.active) == (3, 50, 0)

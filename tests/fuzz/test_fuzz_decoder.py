@@ -28,7 +28,7 @@ GROWTH_BYTES = 64 << 20
 LIMIT = 1 << 20
 # Bounded by the size of the whole message alone: what they hold is as long as a prompt or an answer is.
 PAYLOADS = {"texts", "prompt", "record", "completion", "text", "data", "tensors", "prompt_ids", "tokens", "logprobs",
-            "versions"}
+            "versions", "routes"}
 
 
 def resident_bytes() -> int:

@@ -310,6 +310,7 @@ def test_no_request_raises_or_moves_the_slot_of_another(data: st.DataObject) -> 
         for name, strategy in {
             "role": TEXTS, "task": TEXTS | st.just(task), "capacity": NUMBERS, "holding": st.lists(TEXTS, max_size=3),
             "tokens": TENSORS, "logprobs": TENSORS, "versions": TENSORS, "prompt_ids": TENSORS | st.none(),
+            "routes": TENSORS, "prompt_routes": TENSORS | st.none(),
             "text": TEXTS, "finish": NUMBERS, "done": st.booleans(), "reward": st.floats(), "drop": TEXTS,
         }.items():
             if name in kind.__struct_fields__:

@@ -60,7 +60,7 @@ class Calls:
             raise
         self.engine.submit([EngineRequest(
             len(self.asked), call.uid, details.stream, call.ids, NO_IDS, call.max_new_tokens, call.temperature,
-            call.top_p, 0, tuple(details.stop), details.extra)])
+            call.top_p, 0, tuple(details.stop), extra=details.extra)])
         while not (finished := self.engine.step()):
             pass
         answer = finished[0]

@@ -155,8 +155,8 @@ def one_division_short(parameters: Any, count: int) -> float:
 good_norm = trainer.normalised_norm
 
 
-def plan_with_wrong_places(samples: Any, device: Any) -> Any:
-    plan = good_plan(samples, device)
+def plan_with_wrong_places(samples: Any, device: Any, **more: Any) -> Any:
+    plan = good_plan(samples, device, **more)
     return replace(plan, positions=torch.cat([plan.positions[: plan.shared], plan.positions[plan.shared :] + 1]))
 
 
@@ -164,8 +164,8 @@ def sees_one_ahead(before: Any, *rest: Any) -> Any:
     return good_visible(before + 1, *rest)
 
 
-def plan_that_mixes_prompts(samples: Any, device: Any) -> Any:
-    plan = good_plan(samples, device)
+def plan_that_mixes_prompts(samples: Any, device: Any, **more: Any) -> Any:
+    plan = good_plan(samples, device, **more)
     return replace(plan, ids=torch.cat([plan.ids[: plan.shared].roll(1), plan.ids[plan.shared :]]))
 
 
