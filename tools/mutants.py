@@ -23,6 +23,7 @@ WHOLE_RUN = "tests/run/test_oracle_run.py::test_every_number_of_a_run_follows_fr
 PLANTED = "tests/ledger/test_ledger_audit_planted.py"
 PARTS = "tests/rewards/test_parts.py"
 LIMIT_S = 400.0
+EACH_S = 60.0  # of the run without a mistake, which has the tests of all
 
 
 @dataclass(frozen=True)
@@ -689,7 +690,8 @@ def run_tests(tree: Path, tests: tuple[str, ...], tell: bool = False) -> int:
     """pytest's exit code; with `tell` what it printed of a failure, too."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
     env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=2 * LIMIT_S)
+    limit_s = max(2 * LIMIT_S, EACH_S * len(tests))
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=limit_s)
     if done.returncode and (tell or done.returncode != 1):
         print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
     return done.returncode
