@@ -95,6 +95,7 @@ def test_the_topology_makes_the_engine(model_folder: Folder) -> None:
         processes=list,
         device_of=lambda _: "cpu",
         is_service=False,
+        derived=SimpleNamespace(routing=None),
     )
     engine = make_engine(topology, "rollout/0")
     assert (engine.capacity, engine.max_length, engine.active) == (3, 50, 0)
