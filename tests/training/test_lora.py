@@ -223,6 +223,30 @@ def test_adapted_experts_merge_export_and_are_swapped_exactly(lab: Any, layers: 
         assert (engine(ids).logits - adapted).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("inner", [32, 16], ids=["square down", "square gate and up"])
+def test_square_transposed_experts_are_swapped_exactly(inner: int, tmp_path: Path) -> None:
+    """gpt-oss: its experts are [experts, in, out], and a square tensor does not show it."""
+    import transformers as hf
+
+    def made() -> Any:
+        torch.manual_seed(3)
+        return hf.AutoModelForCausalLM.from_config(hf.GptOssConfig(
+            vocab_size=23, hidden_size=32, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2)).eval()
+
+    model, engine = made(), made().requires_grad_(False)
+    adapter = Adapter(model, LoraSettings(2, 2.0, ("q_proj",), experts=True))
+    with torch.no_grad():
+        for value in adapter.tensors().values():
+            value.normal_(0, 0.3)
+    adapter.write(tmp_path, adapter.tensors())
+    WeightLoader(engine).swap(tmp_path)
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        adapted = model(ids).logits
+        assert (engine(ids).logits - adapted).abs().max() < 1e-4 < (made()(ids).logits - adapted).abs().max()
+
+
 def test_experts_of_a_dense_model_are_refused(lab: Any) -> None:
     with pytest.raises(ModelNotLoaded, match=r"lora.experts: LlamaForCausalLM has no parameter that holds the experts"):
         Adapter(load(lab.folder("llama")), LoraSettings(2, 1.0, experts=True))

@@ -42,19 +42,21 @@ VOLATILE = (*SAVED_ANEW, "architectures")  # keys of config.json that may differ
 
 class Low(NamedTuple):
     """The adapter of one weight: `scale` times `up` [out, rank] times `down` [rank, in]. Of the experts of a layer
-    `down` has the rows of all of them and `up` the columns, as `added` takes them."""
+    `down` has the rows of all of them and `up` the columns, as `added` takes them; a tensor `transposed` by its model
+    is [experts, in, out], which the shape of a square one does not tell."""
 
     down: Tensor
     up: Tensor
     scale: float
     experts: int = 0  # of a tensor [experts, out, in]; 0: of a matrix
+    transposed: bool = False
 
     def fits(self, shape: torch.Size) -> bool:
         """True if it changes a weight of that shape."""
         ends = [len(self.up), self.down.shape[1]]
         if not self.experts:
             return list(shape) == ends
-        return len(shape) == 3 and shape[0] == self.experts and list(shape[1:]) in (ends, ends[::-1])
+        return list(shape) == [self.experts, *(ends[::-1] if self.transposed else ends)]
 
 
 def read(folder: Path) -> dict[str, Low]:
@@ -162,11 +164,15 @@ class WeightLoader:
 
 
 def _named(adapter: dict[str, Low], model: Any) -> dict[str, Low]:
-    """By names of the model's weights: of experts a file names the layer alone, and shapes tell what they are."""
+    """By names of the model's weights: of experts a file names the layer alone, and shapes tell which of its weights
+    they are. The layer says in which order it has the sides of a weight."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    modules = dict(model.named_modules())
     named = {}
     for name, low in adapter.items():
         layer = name.replace(".base_layer", "")
+        if low.experts:
+            low = low._replace(transposed=getattr(modules.get(layer), "is_transposed", False))
         found = [one for one, shape in shapes.items() if one.rpartition(".")[0] == layer and low.fits(shape)]
         named[found[0] if low.experts and len(found) == 1 else name] = low
     return named
@@ -175,5 +181,4 @@ def _named(adapter: dict[str, Low], model: Any) -> dict[str, Low]:
 def _add(into: Tensor, base: Tensor, low: Low) -> None:
     """Add the adapter to `base`, in float32: a bfloat16 product would lose small changes of training."""
     up, down = (part.to(device=into.device, dtype=torch.float32) for part in (low.up, low.down))
-    transposed = low.experts > 0 and list(into.shape[1:]) != [len(up), down.shape[1]]
-    into.copy_(added(base.float(), up, down, low.scale, transposed))
+    into.copy_(added(base.float(), up, down, low.scale, low.transposed))
