@@ -194,7 +194,8 @@ def scales(learner: Any) -> bool:
     """True if the whole loss is proportional to the advantages, so that they may be divided after the gradient."""
     facts = LOSS_FACTS.get(learner.loss)
     in_loss = learner.kl != "none" and learner.kl_in == "loss"
-    return facts is not None and facts.homogeneous and not in_loss and not learner.entropy_coef and not taught(learner)
+    others = in_loss or learner.entropy_coef or learner.balance or taught(learner)
+    return facts is not None and facts.homogeneous and not others
 
 
 def needs_proximal(learner: Any) -> bool:

@@ -149,12 +149,14 @@ class Trainer:
         of_values = None if advantages.valued is None else self.scorer.value_errors(values, advantages.valued, flat)
         loss = objective.loss
         trained = loss if of_values is None else loss + of_values.loss
+        share = flat.lengths.sum()  # what a loss of 1 of each token adds up to
         if advantages.weights is not None:
             weights = flat.per_token(advantages.weights, self.scorer.dtype)
             loss, trained = loss * weights, trained * weights
+            share = (weights if flat.mask is None else weights[flat.mask]).sum()
         total = trained.sum()
         if (replay := self.forward.replay) is not None and (balance := replay.loss()) is not None:
-            total = total + balance * flat.lengths.sum()
+            total = total + balance * share
         forwarded = self.tally.mark()
         total.backward()  # type: ignore[no-untyped-call]
         self.tally.timed(started, forwarded)

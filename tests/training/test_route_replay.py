@@ -269,6 +269,22 @@ def test_balance_counts_the_experts_that_were_used(again: bool) -> None:
     assert float(loss.detach()) == pytest.approx(0.5 * 8 * float(tokens.mean(0) @ probability), rel=1e-5)
 
 
+@pytest.mark.parametrize("context", [0, 1])
+def test_balance_weighs_the_same_under_every_aggregation(context: int) -> None:
+    """Two samples of different lengths, whose advantages are 0: all of the gradient is that of the balance."""
+    given = [replace(sample, context=context if sample.generated > 1 else 0) for sample in samples(2, 2)]
+    counts = [sample.trained for sample in given]
+    slopes = []
+    for weights, denominator in (None, sum(counts)), ([1 / count for count in counts], len(counts)):
+        model = model_of()
+        trainer = Trainer(model, TrainerSettings(routing=ROUTING, balance=0.5, micro_batch_tokens=4096))
+        trainer.accumulate(given, Advantages([0.0] * len(given), weights=weights))
+        gates = [p.grad for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")]
+        slopes.append(torch.cat([gate.flatten() for gate in gates if gate is not None]) / denominator)
+    assert float(slopes[0].norm()) > 1e-4
+    torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-4, atol=1e-8)
+
+
 # -- against an engine ----
 
 
