@@ -17,14 +17,19 @@ Change = Callable[[dict[str, Any]], Any]  # of an answer before it is sent
 
 
 class TeacherServer:
-    """`change` alters each answer of a completion; `answers` counts those; `gate` holds them back while it is clear."""
+    """`change` alters each answer of a completion; `answers` counts those; `gate` holds them back while it is clear.
+    `unwell`: answers of a completion to come that are 503, with this Retry-After. `no_route`: what /tokenize answers
+    where `tokenize` gives nothing."""
 
     def __init__(self, folder: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.change: Change = lambda answer: answer
         self.tokenize: Callable[[list[int]], list[int] | None] = lambda ids: ids
+        self.unwell: list[str] = []
+        self.no_route = 404
         self.asked: list[dict[str, Any]] = []
+        self.closed = False
         self.gate = threading.Event()
         self.gate.set()
         self._busy = threading.Lock()
@@ -37,18 +42,26 @@ class TeacherServer:
                 self._send(200, {"data": [{"id": "teacher"}]})
 
             def do_POST(self) -> None:
+                if owner.closed:  # connections of before are gone, too
+                    self.close_connection = True
+                    return
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if self.path == "/tokenize":
                     ids = owner.tokenize(owner.tokenizer.encode(body["prompt"], add_special_tokens=False))
-                    self._send(404 if ids is None else 200, {"tokens": ids})
+                    self._send(owner.no_route if ids is None else 200, {"tokens": ids})
                     return
                 owner.asked.append(body)
                 owner.gate.wait(30)
+                if owner.unwell:
+                    self._send(503, {"error": "loading"}, {"Retry-After": owner.unwell.pop(0)})
+                    return
                 self._send(200, owner.change(owner.answer(body)))
 
-            def _send(self, status: int, value: Any) -> None:
+            def _send(self, status: int, value: Any, headers: dict[str, str] = {}) -> None:  # noqa: B006
                 data = json.dumps(value).encode()
                 self.send_response(status)
+                for name, text in headers.items():
+                    self.send_header(name, text)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -75,6 +88,7 @@ class TeacherServer:
         return {"choices": [{"text": "", "prompt_logprobs": positions, "prompt_token_ids": ids}]}
 
     def close(self) -> None:
+        self.closed = True
         self.gate.set()
         self._server.shutdown()
         self._server.server_close()

@@ -24,7 +24,7 @@ from msgspec import UnsetType
 from numpy.typing import NDArray
 
 from busrl.algorithms.gae import Valued
-from busrl.errors import DiskFull, RankLost, RanksDiffer, Stopped, WriteFailed, cause
+from busrl.errors import DiskFull, PeerLost, RankLost, RanksDiffer, Stopped, WriteFailed, cause
 from busrl.ranks import meeting, mesh, wire
 from busrl.ranks.builder import TeamSettings, TrainerBuilder, digest
 from busrl.ranks.meeting import Away
@@ -111,7 +111,9 @@ class Follower:
             answer = self._done(message)
         except Exception as problem:
             with contextlib.suppress(RankLost):
-                uids = [] if mesh.of_a_peer(problem) else self._under_way(message)
+                # Not the fault of its samples: another rank, or something else that it waited for.
+                of_others = isinstance(problem, PeerLost) or mesh.of_a_peer(problem)
+                uids = [] if of_others else self._under_way(message)
                 self.stream.send(wire.LastWords(seq=message.seq, text=cause(problem), uids=uids), wire.LAST_WORDS_S)
             raise
         if answer is not None:

@@ -96,7 +96,7 @@ class WorkDeadline:
     def __init__(self, progress_s: float, work_s: float) -> None:
         self._progress_s, self._work_s = progress_s, work_s
         self._longest_s: float | None = None
-        self._begun = 0.0
+        self._begun: float | None = None
 
     def begin(self) -> float:
         """A piece begins now; seconds that it may take."""
@@ -106,7 +106,9 @@ class WorkDeadline:
         return min(self._work_s, max(self._progress_s, self.LEAST_S, self.FACTOR * self._longest_s))
 
     def ended(self) -> None:
-        """The piece is done, and the next one begins."""
+        """The piece is done, and the next one begins; before the first, in a start, nothing is measured."""
+        if self._begun is None:
+            return
         now = time.monotonic()
         self._longest_s, self._begun = max(self._longest_s or 0.0, now - self._begun), now
 

@@ -5,6 +5,7 @@ answers are those of `busrl.teachers.answers`. Knows nothing of losses, tags or 
 
 - Token ids both ways: a sequence is the prompt of a completion, and position t of the answer is about token t.
 - At the start the endpoint proves that it has the tokenizer of the trained model, and that it gives log-probabilities.
+- Whoever waits for the endpoint calls `on_progress` meanwhile, at the start too: the limit of the wait is `patience_s`.
 - An answer that is late, cut or without numbers is named and asked for again; after `patience_s` without a usable one,
   or `TRIES` unusable ones of a sequence, the call raises, and nothing of the micro-batch is trained.
 """
@@ -17,6 +18,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import logging
+import math
 import os
 import random
 import threading
@@ -50,8 +52,8 @@ TRIES = 3  # unusable answers to one sequence, after which it is given up
 FIRST_WAIT_S, MOST_WAIT_S = 0.25, 10.0  # between two tries
 TICK_S = 0.5  # a waiting call shows that it lives
 ERROR_BYTES = 2000
-NO_ROUTE = (404, 405, 501)
 CONNECT_S, CLOSE_S = 10.0, 5.0
+START = "at the start"
 EVERY = -1  # in the place of a number: log-probabilities of all tokens
 Futures = list["concurrent.futures.Future[Rows] | None"]  # of sequences; None: of no sample
 
@@ -82,7 +84,7 @@ class Endpoint:
         self._succeeded = time.monotonic()
         self._room = asyncio.Semaphore(row.concurrency)
         threading.Thread(target=self._loop.run_forever, name="teacher", daemon=True).start()
-        self._session = self._call(self._opened(), CONNECT_S)
+        self._session = self._wait(self._sent(self._opened()), CONNECT_S)
         atexit.register(self.close)
         try:
             self._prove(Probe.of(folder, words))
@@ -94,8 +96,8 @@ class Endpoint:
         atexit.unregister(self.close)
         if not self._loop.is_running():
             return
-        with contextlib.suppress(PeerTimeout):
-            self._call(self._session.close(), CLOSE_S)
+        with contextlib.suppress(PeerTimeout):  # at the end of a process nobody is told of progress
+            self._wait(self._sent(self._session.close()), CLOSE_S, lambda: None)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     # -- the teacher -----
@@ -123,8 +125,7 @@ class Endpoint:
                 f"{self.name}: sample {sample.uid} was drawn at temperature {sample.temperature:g}, and an endpoint "
                 "gives log-probabilities at temperature 1; draw at 1, or name its folder (path)"
             )
-        return [asyncio.run_coroutine_threadsafe(self._measured(piece, sample.uid), self._loop)
-                for piece in sample.pieces]
+        return [self._sent(self._measured(piece, sample.uid)) for piece in sample.pieces]
 
     def _answer(self, asked: Futures, spans: Sequence[Any], ids: Tensor | None) -> Taught:
         counts = [int((of_piece[:, 1] - of_piece[:, 0]).sum()) for of_piece in spans]
@@ -150,54 +151,55 @@ class Endpoint:
         except Unusable as problem:
             raise UserError(f"{self.name}: {problem}") from problem
 
-    def _wait(self, future: concurrent.futures.Future[Rows]) -> Rows:
-        while True:
-            try:
-                return future.result(TICK_S)
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
-                self._on_progress()
-
     # -- one sequence -----
 
     async def _measured(self, piece: Piece, uid: int) -> Rows:
         phase = f"sample {uid}, {len(piece.ids)} tokens"
         async with self._room:
-            return await self._until(piece.ids.tolist(), self._wanted, phase, lambda answer: rows_of(
+            return await self._completed(piece.ids.tolist(), self._wanted, phase, lambda answer: rows_of(
                 answer, piece, self._wanted, self._words))
 
-    async def _until(self, ids: list[int], count: int, phase: str, read: Callable[[bytes], Rows]) -> Rows:
-        """Give what `read` makes of the first usable answer. PeerTimeout names the endpoint, the phase and the last
-        failure after `patience_s`; UserError after TRIES answers that cannot be used."""
+    async def _completed(self, ids: list[int], count: int, phase: str, read: Callable[[bytes], Rows]) -> Rows:
+        """Give what `read` makes of the first usable answer about a sequence."""
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": count,
                 "return_token_ids": True}
+        rows: Rows = await self._until(partial(self._post, "/completions", body), phase, read)
+        return rows
+
+    async def _until(
+        self, post: Callable[[], Coroutine[Any, Any, bytes]], phase: str, read: Callable[[bytes], Any],
+    ) -> Any:
+        """Give what `read` makes of the first usable answer. PeerTimeout names the endpoint, the phase and the last
+        failure after `patience_s`; UserError after TRIES answers that cannot be used."""
         unusable = failures = 0
         while True:
             try:
-                result = read(await self._post("/completions", body))
+                result = read(await post())
                 self._succeeded = time.monotonic()
                 return result
             except Unusable as problem:
-                unusable, last, wait_s = unusable + 1, str(problem), 0.0
+                unusable, last, asked_s = unusable + 1, str(problem), 0.0
                 if unusable == TRIES:
                     raise UserError(f"{self.name}: {phase}: {problem} ({TRIES} tries)") from problem
             except Failed as problem:
-                last, wait_s = str(problem), problem.wait_s
+                last, asked_s = str(problem), problem.wait_s
             failures += 1
-            wait_s = max(wait_s, min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** min(failures, 10)) * (0.5 + random.random() / 2))
+            if asked_s:
+                last += f" (it asks for a wait of {asked_s:g} s)"
+            wait_s = max(asked_s, min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** min(failures, 10)) * (0.5 + random.random() / 2))
             silent_s = time.monotonic() - self._succeeded
-            if silent_s + wait_s > self._row.patience_s:
+            if silent_s >= self._row.patience_s:
                 raise PeerTimeout(
                     f"{self.name}: {phase}: no usable answer for {silent_s:.1f} s (learner.teacher.patience_s = "
                     f"{self._row.patience_s:g}); the last failure: {last}"
                 )
+            wait_s = min(wait_s, self._row.patience_s - silent_s)  # one more try, when it is over
             log.warning("%s: %s: %s; asking again in %.1f s", self.name, phase, last, wait_s)
             await asyncio.sleep(wait_s)
 
     async def _post(self, path: str, body: dict[str, Any] | None, root: str = "") -> bytes:
         """The body of a 200. Failed for what may pass, UserError for a request that the endpoint refuses. Below another
-        `root` a route may be missing: then nothing."""
+        `root` a route may be missing, or closed to whoever may use those of the API: then nothing."""
         url, method = (root or self.url) + path, "POST" if body is not None else "GET"
         try:
             async with self._session.request(method, url, json=body, proxy=self._proxy) as response:
@@ -211,19 +213,19 @@ class Endpoint:
             raise Failed(f"no answer within {self._row.timeout_s:g} s (learner.teacher.timeout_s)") from problem
         except (aiohttp.ClientError, OSError) as problem:
             raise Failed(f"{type(problem).__name__}: {problem}{named(self._proxy)}") from problem
-        if root and status in NO_ROUTE:
-            return b""
         why = f"{status}{named(self._proxy)}: {text.strip()}"
         if may_pass(status):
             raise Failed(why, retry_after_s(header))
+        if root:
+            return b""
         raise UserError(f"{self.name}: it refuses {path}: {why}{_remedy(text)}")
 
     # -- the start -----
 
     def _prove(self, probe: Probe) -> None:
         """Require the tokenizer of the trained model, and log-probabilities. Each within `patience_s`."""
-        self._model = self._model or self._call(self._named_model(), self._row.patience_s)
-        text = self._call(self._tokenized(probe), self._row.patience_s)
+        self._model = self._model or self._call(self._until(partial(self._post, "/models", None), START, only_model))
+        text = self._call(self._tokenized(probe))
         if fault := tokenizer_fault(text, probe):
             raise UserError(f"{self.name}: {fault}; give a teacher of the same family, whose tokenizer is the same")
         piece = Piece(probe.ids, np.array([[1, len(probe.ids)]]))
@@ -234,33 +236,14 @@ class Endpoint:
                 raise Unusable(fault)
             return rows
 
-        work = self._until(probe.ids.tolist(), self._wanted, "at the start", read)
-        self._call(work, self._row.patience_s + self._row.timeout_s)
-
-    async def _named_model(self) -> str:
-        listed: str = await self._asked(partial(self._post, "/models", None), only_model)
-        return listed
+        self._call(self._completed(probe.ids.tolist(), self._wanted, START, read))
 
     async def _tokenized(self, probe: Probe) -> bytes:
         """Ask how the endpoint reads the text of the probe; empty where it has no such route."""
         body = {"model": self._model, "prompt": probe.text, "add_special_tokens": False}
         post = partial(self._post, "/tokenize", body, self.url.removesuffix("/v1"))
-        answer: bytes = await self._asked(post, lambda answer: answer)
+        answer: bytes = await self._until(post, START, lambda answer: answer)
         return answer
-
-    async def _asked(self, post: Callable[[], Coroutine[Any, Any, bytes]], read: Callable[[bytes], Any]) -> Any:
-        while True:
-            try:
-                return read(await post())
-            except Unusable as problem:
-                raise UserError(f"{self.name}: {problem}") from problem
-            except Failed as problem:
-                if time.monotonic() - self._succeeded + FIRST_WAIT_S > self._row.patience_s:
-                    raise PeerTimeout(
-                        f"{self.name}: at the start: no answer for {self._row.patience_s:g} s "
-                        f"(learner.teacher.patience_s); the last failure: {problem}"
-                    ) from problem
-                await asyncio.sleep(max(FIRST_WAIT_S, problem.wait_s))
 
     # -- the loop -----
 
@@ -269,16 +252,30 @@ class Endpoint:
         return aiohttp.ClientSession(
             headers=_headers(self._row), timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
-    def _call(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
-        """Run something on the loop and wait for it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(limit_s + CONNECT_S)
-        except concurrent.futures.TimeoutError:
-            if future.done():
-                raise
-            future.cancel()
-            raise PeerTimeout(f"{self.name}: no answer within {limit_s:g} s") from None
+    def _sent(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        """Begin something on the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Do something of the start, which knows its patience."""
+        return self._wait(self._sent(work), self._row.patience_s + self._row.timeout_s + CONNECT_S)
+
+    def _wait(
+        self, future: concurrent.futures.Future[Any], limit_s: float = math.inf,
+        on_tick: Callable[[], None] | None = None,
+    ) -> Any:
+        """Wait for something on the loop, and show that this process lives."""
+        end, on_tick = time.monotonic() + limit_s, on_tick or self._on_progress
+        while True:
+            try:
+                return future.result(TICK_S)
+            except concurrent.futures.TimeoutError:
+                if future.done():  # just now, or by an error of this kind
+                    return future.result()
+                if time.monotonic() > end:
+                    future.cancel()
+                    raise PeerTimeout(f"{self.name}: no answer within {limit_s:g} s") from None
+                on_tick()
 
 
 def _headers(row: TeacherRow) -> dict[str, str]:

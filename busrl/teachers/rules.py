@@ -25,6 +25,11 @@ def _asked(t: Topology) -> bool:
     return any(row.base_url for row in t.learner.teacher)
 
 
+def _longest_s(t: Topology) -> float:
+    """Seconds after which a rank ends that waits for an endpoint; 0 without any."""
+    return max((row.patience_s + row.timeout_s for row in t.learner.teacher if row.base_url), default=0.0)
+
+
 def _tagged(t: Topology) -> bool:
     return any(row.tag for row in t.learner.teacher)
 
@@ -54,6 +59,10 @@ TABLE = (
           "an endpoint gives log-probabilities at temperature 1; temperature = 1, or a teacher with a path"),
     Clash((ROWS, "process"), lambda t: t.rank_hosts and (_tagged(t) or _posted(t)),
           "ranks on other hosts have no prompts and no posted groups; keep the ranks here, or remove the tags"),
+    Clash((ROWS, "learner.parallel.collective_timeout_s"),
+          lambda t: t.ranks > 1 and _longest_s(t) >= t.learner.parallel.collective_timeout_s,
+          lambda t: f"a rank may wait {_longest_s(t):g} s for its teacher (patience_s and timeout_s), and others for "
+                    "the rank; set collective_timeout_s above that, or lower patience_s and timeout_s"),
 )
 
 

@@ -186,6 +186,15 @@ def test_teachers_that_cannot_work_are_refused(refused: Refused, text: str, rule
     assert any(rule in problem for problem in refused(text, *distill)), refused(text, *distill)
 
 
+def test_a_teachers_patience_has_to_end_before_that_of_other_ranks(loaded: Loaded, refused: Refused) -> None:
+    rows = '[[learner.teacher]]\nbase_url = "http://a/v1"\npatience_s = 90\ntimeout_s = 30\n'
+    keys = "learner.recipe=distill", "process.learner.ranks=2"
+    (problem,) = refused(rows, *keys)
+    assert "a rank may wait 120 s for its teacher" in problem and "set collective_timeout_s above that" in problem
+    assert loaded(rows, *keys, "learner.parallel.collective_timeout_s=121").ranks == 2
+    assert loaded(rows, *keys[:1])
+
+
 def test_teachers_are_recorded_only_where_there_are_any(loaded: Loaded) -> None:
     plain = json.loads(loaded().to_json())
     assert not {"teacher", "teacher_top"} & plain["learner"].keys() and not {"layers", "experts"} & plain["lora"].keys()

@@ -22,6 +22,9 @@ from busrl.ledger.wal import SampleRecord
 from busrl.paths import RunPaths
 from busrl.preflight.load import load
 from busrl.quickstart import maker, task
+from busrl.ranks import wire
+from busrl.ranks.follower import Follower
+from busrl.roles.learner.loop import long_start
 from busrl.roles.learner.samples import to_sample
 from busrl.roles.learner.step import TrainingStep
 from busrl.teachers.base import InLearner
@@ -31,7 +34,7 @@ from busrl.teachers.several import Teachers
 from busrl.topology import Topology
 from busrl.topology.learner import TeacherRow
 from busrl.training.batch import flatten
-from busrl.training.scorer import NOTHING
+from busrl.training.scorer import NOTHING, Advantages
 from busrl.training.step_stats import StepStats
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -282,12 +285,57 @@ def test_a_teacher_that_is_gone_is_named_after_its_patience(topology: Topology, 
         step.train(records(), 4, version=0)
 
 
+def test_a_wait_longer_than_the_patience_is_named_and_cut(topology: Topology, one: TeacherServer) -> None:
+    step = TrainingStep(taught(topology, behind(one, patience_s=1.0)))
+    one.unwell = ["900"]
+    assert not step.train(records(), 4, version=0).skipped  # it was asked once more at the end of the patience
+    one.unwell = ["900"] * 100
+    with pytest.raises(PeerTimeout, match=r"no usable answer for [1-9].* s .*asks for a wait of 900 s"):
+        step.train(records(), 4, version=0)
+
+
+def test_a_learner_that_waits_for_its_teacher_at_the_start_shows_progress(
+    topology: Topology, folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(folders["one"]) as server:
+        pass
+    for model in ("", "teacher"):  # the one way asks for a model's name first
+        shown: list[None] = []
+        chosen = taught(topology, behind(server, patience_s=1.6, model=model))
+        with pytest.raises(PeerTimeout, match=f"{server.url}: at the start: no usable answer"):
+            TrainingStep(chosen, on_progress=lambda: shown.append(None))
+        assert len(shown) >= 2
+    assert f"the teacher at {server.url}: at the start" in caplog.text
+    name, limit_s = long_start(chosen) or ("", 0.0)
+    assert name == f"teacher {server.url[7:-3]}" and limit_s > 1.6
+    assert long_start(topology) is None
+
+
+def test_a_rank_that_waits_in_vain_for_a_teacher_blames_no_sample() -> None:
+    sent: list[Any] = []
+
+    class Waiting(Follower):
+        def __init__(self) -> None:
+            self.stream = SimpleNamespace(send=lambda message, _: sent.append(message))  # type: ignore[assignment]
+            self.trainer = SimpleNamespace(micro_batch=self.micro_batch, idle=self.micro_batch)  # type: ignore
+
+        def micro_batch(self, *_: object) -> None:
+            raise PeerTimeout("the teacher is gone")
+
+    sample = to_sample(records()[0])
+    work = wire.work_of(lambda versions: np.zeros(len(versions), np.int64), [sample], Advantages([1.0]), 0)
+    with pytest.raises(PeerTimeout):
+        Waiting().act(wire.Micro(work=work))
+    assert [(words.text, words.uids) for words in sent] == [("the teacher is gone", [])]
+
+
 def test_another_tokenizer_is_refused_by_name(topology: Topology, one: TeacherServer) -> None:
     one.tokenize = lambda ids: [ids[0], ids[2], ids[1], *ids[3:]]
     with pytest.raises(UserError, match=r"another tokenizer: of one text it makes .*model.path"):
         TrainingStep(taught(topology, behind(one)))
     one.tokenize = lambda ids: None  # no such route: the texts of its tokens tell
-    TrainingStep(taught(topology, behind(one)))
+    for one.no_route in (404, 400, 401, 403):  # or it is closed, as by a proxy that lets those of /v1 pass
+        TrainingStep(taught(topology, behind(one)))
     one.change = positions(lambda rows: [row and {i: {**row[i], "decoded_token": "zz"} for i in row} for row in rows])
     with pytest.raises(UserError, match=r"another tokenizer: token \d+ is 'zz' there"):
         TrainingStep(taught(topology, behind(one)))

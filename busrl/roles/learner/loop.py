@@ -36,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import urllib.parse
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -46,7 +47,7 @@ from busrl.errors import CannotTrain, FateRefused
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import Fates
-from busrl.roles.actor import Actor, WorkDeadline
+from busrl.roles.actor import ACTIVITY_BYTES, Actor, WorkDeadline
 from busrl.roles.learner.excerpts import Excerpts, gap_of
 from busrl.roles.learner.groups import (
     LOOK_MOST_S,
@@ -107,7 +108,9 @@ class Learner(Actor):
         self.deadline = deadline_of(topology)
         self.fence, on_progress = UpdateFence(), Progress(self.deadline, self.shown.progress)
         pace = scripted_pace(topology.mock.learner_s_per_token, on_progress)
-        with self.activity("compile", COMPILE_S) if self.config.memory.compile else contextlib.nullcontext():
+        with contextlib.ExitStack() as declared:
+            if (start := long_start(topology)) is not None:
+                declared.enter_context(self.activity(*start))
             self.training = TrainingStep(
                 topology, self.team, on_progress, self.fence, pace, self.paths.root, self.read)
         self.plan = make_plan(topology, streamable=self.training.models.streamable)
@@ -465,6 +468,18 @@ def deadline_of(topology: Topology) -> WorkDeadline:
     waits_s = learner.parallel.collective_timeout_s if topology.ranks > 1 else 0.0
     least_s = limits.work_s if learner.memory.compile else limits.progress_s
     return WorkDeadline(least_s + waits_s, limits.work_s + waits_s)
+
+
+def long_start(topology: Topology) -> tuple[str, float] | None:
+    """What may make the start of a learner longer than others, and its seconds; None for nothing: a compilation, or
+    teachers that are not up yet, which have their own patience."""
+    learner = topology.learner
+    asked = [row for row in learner.teacher if row.base_url]
+    compile_s = COMPILE_S if learner.memory.compile else 0.0
+    if not asked:
+        return ("compile", compile_s) if compile_s else None
+    where = urllib.parse.urlsplit(asked[0].base_url).netloc
+    return f"teacher {where}"[:ACTIVITY_BYTES], max(compile_s, *(row.patience_s + row.timeout_s for row in asked))
 
 
 def scripted_pace(token_s: float, on_progress: Callable[[], None]) -> Callable[[float, int], None]:
