@@ -299,8 +299,9 @@ def test_a_learner_that_waits_for_its_teacher_at_the_start_shows_progress(
 ) -> None:
     with serving(folders["one"]) as server:
         pass
+    shown: list[None] = []
     for model in ("", "teacher"):  # the one way asks for a model's name first
-        shown: list[None] = []
+        shown.clear()
         chosen = taught(topology, behind(server, patience_s=1.6, model=model))
         with pytest.raises(PeerTimeout, match=f"{server.url}: at the start: no usable answer"):
             TrainingStep(chosen, on_progress=lambda: shown.append(None))
