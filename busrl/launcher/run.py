@@ -260,7 +260,7 @@ class Launch:
 
     def _is_done(self, child: Child, how: Exit) -> bool:
         """Check whether a child ended because its work is done: one of the goal, or a rank once the learner is done."""
-        if self._run.of_process(child.name).ring.header(HeaderWord.RUN_STATE) != RunPhase.FINISHING:
+        if not self._run.has_made_steps(child.name):
             return False
         if child.name in self._goal and how.verdict == 0:
             self._done.add(child.name)

@@ -79,6 +79,15 @@ class OpenRun:
         tag = self.topology.tag_of(name)
         return next((other for other in self.beside if other.topology.tag == tag), self)
 
+    def of_models(self, name: str) -> tuple[OpenRun, ...]:
+        """The directories of all models that a process of this name works for."""
+        tags = self.topology.models_of(name)
+        return tuple(each for each in self.every if each.topology.tag in tags)
+
+    def has_made_steps(self, name: str) -> bool:
+        """Tell whether all models that a process works for have made their steps."""
+        return all(each.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING for each in self.of_models(name))
+
     def trained(self) -> tuple[OpenRun, ...]:
         """The directories of the models that learn."""
         return tuple(each for each in self.every if not each.topology.frozen)

@@ -1,0 +1,43 @@
+"""A process of several models: when launch counts it as done, what it begins after a death, and whom a request awaits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tagged import AGENT, JUDGE, SOLVER, Read
+from test_model_directories import opened
+
+from busrl.launcher.rundir import OpenRun
+from busrl.states import HeaderWord, RunPhase
+
+LORA = '[lora]\nrank = 4\n[weights]\ntransport = "lora_hotswap"\n'
+LEARNER = '[[process]]\nrole = "learner"\nmodel = ["judge", "solver"]\n'
+
+
+@pytest.fixture
+def shared(tmp_path: Path, read: Read) -> Iterator[OpenRun]:
+    """A run whose one learner trains two models, the solver and the judge."""
+    with opened(tmp_path / "run", read(LORA + SOLVER + JUDGE + AGENT + LEARNER)) as run:
+        yield run
+
+
+def done(run: OpenRun, *tags: str) -> None:
+    """These models have made their steps."""
+    for each in run.every:
+        if each.topology.tag in tags:
+            each.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
+
+
+def test_a_shared_learner_is_started_again_until_all_models_are_done(shared: OpenRun) -> None:
+    done(shared, "solver")
+    assert not shared.has_made_steps("learner"), "its end with 0 counts as its goal, and the judge is never trained"
+    done(shared, "judge")
+    assert shared.has_made_steps("learner")
+
+
+def test_a_learner_of_one_model_is_done_without_the_others(tmp_path: Path, read: Read) -> None:
+    with opened(tmp_path / "run", read(SOLVER + JUDGE + AGENT)) as run:
+        done(run, "judge")
+        assert run.has_made_steps("learner/judge") and not run.has_made_steps("learner")
