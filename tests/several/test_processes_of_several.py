@@ -1,4 +1,4 @@
-"""A process of several models: when launch counts it as done, what it begins after a death, and whom a request awaits."""
+"""A process of several models: when it counts as done, what it begins after a death, and whom a request awaits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 from tagged import AGENT, JUDGE, SOLVER, Read
 from test_model_directories import opened
 
+from busrl.bus import Endpoint
 from busrl.launcher.rundir import OpenRun
+from busrl.roles.actor import Parts
+from busrl.several.shared_learner import SharedLearner
 from busrl.states import HeaderWord, RunPhase
 
 LORA = '[lora]\nrank = 4\n[weights]\ntransport = "lora_hotswap"\n'
@@ -20,6 +23,7 @@ LEARNER = '[[process]]\nrole = "learner"\nmodel = ["judge", "solver"]\n'
 def shared(tmp_path: Path, read: Read) -> Iterator[OpenRun]:
     """A run whose one learner trains two models, the solver and the judge."""
     with opened(tmp_path / "run", read(LORA + SOLVER + JUDGE + AGENT + LEARNER)) as run:
+        run.ring.register("learner", "learner")
         yield run
 
 
@@ -41,3 +45,24 @@ def test_a_learner_of_one_model_is_done_without_the_others(tmp_path: Path, read:
     with opened(tmp_path / "run", read(SOLVER + JUDGE + AGENT)) as run:
         done(run, "judge")
         assert run.has_made_steps("learner/judge") and not run.has_made_steps("learner")
+
+
+def learner_of(run: OpenRun) -> SharedLearner:
+    """The learner's process in its next life."""
+    bus = Endpoint("learner", run.paths.frontend, run.paths.backend, subscribe=[], hwm=100)
+    process = SharedLearner(
+        run.paths.root, "learner", Parts(run.topology, run.ring, bus, run.fates, run.validate_fates))
+    process.setup()
+    return process
+
+
+def test_a_solved_model_is_not_begun_again_after_a_death(shared: OpenRun) -> None:
+    pytest.importorskip("peft")
+    done(shared, "solver")  # nothing was left to learn, after 0 of its 9 steps
+    process = learner_of(shared)
+    assert [member.topology.tag for member in process.members] == ["judge"] and not process.stopping
+    process.teardown()
+    done(shared, "judge")
+    last = learner_of(shared)
+    assert not last.members and last.stopping == "all steps are done"
+    last.teardown()
