@@ -187,9 +187,19 @@ class ControlDesk:
         if not any(asked.values()):
             raise UserError("no step is done yet: the run is as its model was")
         if line.steps:  # a model without a step is as it was
-            line.steps = {tag: step for tag, step in asked.items() if step}
+            line.steps = {tag: step for tag, step in asked.items() if step and not self._is_past(tag, step)}
+            if not line.steps:
+                tags = ", ".join(tag for tag, step in asked.items() if step)
+                raise UserError(f"{tags} has made its steps: its learner writes no checkpoint any more")
         of_each = (f"{tag}: step {step}" if tag else f"step {step}" for tag, step in line.by_tag.items())
         return f"of {', '.join(of_each)} or a later one"
+
+    def _is_past(self, tag: str, step: int) -> bool:
+        """Tell whether a model has ended, and lacks a checkpoint of this step: nobody will write one."""
+        own = next(each for each in self._run.trained() if each.topology.tag == tag)
+        ended = own.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING
+        newest = newest_checkpoint(own.paths) if ended else None
+        return ended and (newest is None or step_of(newest) < step)
 
     def _set(self, request: m.Control, line: ControlLine) -> None:
         before = self._run.topology
@@ -219,7 +229,8 @@ class ControlDesk:
         for tag, step in line.by_tag.items():
             newest = newest_checkpoint(topology.paths_of(tag, self._run.paths))
             there = newest is not None and step_of(newest) >= step
-            learner = topology.of(tag).named("learner", 0)
+            learner = next(name for name, process in self._processes.items()
+                           if process.role == "learner" and tag in topology.models_of(name))
             texts.append(f"{newest} is written" if there else f"the {learner} could not write it: see errors.jsonl")
             whole = whole and there
         return whole, "; ".join(texts)
@@ -231,14 +242,17 @@ class ControlDesk:
         late = [
             name for name, process in self._processes.items()
             if process.role in roles and not process.spec.command and self._followed.get(address(name), -1) < needed
-            and not self._is_beside(line, name)
+            and not self._is_spared(line, name)
         ]
         scaled = changeable.is_count(line.key) and line.verb in ("set", "scale")
         return [*late, *(self._children.unsettled() if scaled else [])]
 
-    def _is_beside(self, line: ControlLine, name: str) -> bool:
-        """Tell whether a process is of a model that a request is not about, or a learner that has made its steps."""
-        own = self._run.of_process(name)
-        if self._processes[name].role == "learner" and own.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
-            return True
-        return line.verb == "checkpoint" and bool(line.steps) and own.topology.tag not in line.by_tag
+    def _is_spared(self, line: ControlLine, name: str) -> bool:
+        """Tell whether a process needs to take up nothing: a learner whose models have all ended, or, for a checkpoint,
+        a process of other models than those that it is about."""
+        owns = self._run.of_models(name)
+        if self._processes[name].role == "learner":
+            phases = [own.ring.header(HeaderWord.RUN_STATE) for own in owns]
+            if RunPhase.RUNNING not in phases:
+                return True
+        return line.verb == "checkpoint" and bool(line.steps) and not {own.topology.tag for own in owns} & {*line.steps}

@@ -41,7 +41,7 @@ class Words(dict[HeaderWord, int]):
 class FileRun(SimpleNamespace):
     """A run of files and header words alone."""
 
-    use, every, trained, of_process = OpenRun.use, OpenRun.every, OpenRun.trained, OpenRun.of_process
+    use, every, trained, of_models = OpenRun.use, OpenRun.every, OpenRun.trained, OpenRun.of_models
     beside: tuple[Any, ...] = ()
 
 

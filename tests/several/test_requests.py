@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tagged import AGENT, JUDGE, SERVED, SOLVER, Read
+from test_model_directories import left, opened
 
 from busrl.errors import TopologyError, UserError
 from busrl.launcher.control import ControlDesk
@@ -20,8 +21,11 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.states import HeaderWord, RunPhase
 from busrl.topology import Topology
+from busrl.topology.recorded import recorded
 
 FOLLOWER = '[[model]]\ntag = "old"\nfollow = { model = "solver", every = 10 }\n'
+LORA = '[lora]\nrank = 4\n[weights]\ntransport = "lora_hotswap"\n'
+LEARNER = '[[process]]\nrole = "learner"\nmodel = ["judge", "solver"]\n'
 TWO = '[[process]]\nrole = "rollout"\nmodel = "judge"\ncount = 2\n'
 
 
@@ -38,7 +42,7 @@ class Words(dict[HeaderWord, int]):
 class FileRun(SimpleNamespace):
     """A run of files and header words alone."""
 
-    use, every, trained, of_process = OpenRun.use, OpenRun.every, OpenRun.trained, OpenRun.of_process
+    use, every, trained, of_models = OpenRun.use, OpenRun.every, OpenRun.trained, OpenRun.of_models
     beside: tuple[Any, ...] = ()
 
 
@@ -174,6 +178,47 @@ def test_a_checkpoint_of_one_model_asks_no_other(read: Read, tmp_path: Path) -> 
     for run in desk.runs.values():
         run.ring.set_header(HeaderWord.STEP, 0)
     assert "no step is done yet" in desk.ask("checkpoint").text
+
+
+def test_a_checkpoint_of_one_model_waits_for_its_shared_learner(read: Read, tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "run", read(LORA + SOLVER + JUDGE + AGENT + LEARNER), solver=7, judge=3)
+    solver = desk.checkpoint("solver", 7)
+    asked = desk.ask("checkpoint", "judge", number="a")
+    assert asked.ok and asked.waits == ["learner"], asked.text
+    desk.follows("learner")
+    lost = desk.ask("checkpoint", number="a")
+    assert not lost.ok and lost.text == "the learner could not write it: see errors.jsonl"
+    judge = desk.checkpoint("judge", 3)
+    assert desk.ask("checkpoint", number="a").text == f"{judge} is written"
+    desk.runs["solver"].ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)  # the judge's part goes on
+    assert desk.ask("set", "model.judge.learner.lr", "1e-5").waits == ["learner"]
+    assert desk.ask("checkpoint", number="b").waits == ["learner"]
+    desk.follows("learner")
+    assert desk.ask("checkpoint", number="b").text == f"{solver} is written; {judge} is written"
+
+
+def test_a_model_that_has_ended_is_asked_for_no_checkpoint(read: Read, tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "run", read(LORA + SOLVER + JUDGE + AGENT + LEARNER), solver=7, judge=3)
+    desk.runs["solver"].ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
+    asked = desk.ask("checkpoint", number="a")  # somebody has removed the solver's last one
+    assert asked.ok and asked.text == "of judge: step 3 or a later one"
+    refused = desk.ask("checkpoint", "solver")
+    assert not refused.ok and refused.text == "solver has made its steps: its learner writes no checkpoint any more"
+
+
+# -- the next start -----
+
+
+@pytest.mark.parametrize("tag", ["solver", "judge"])
+def test_a_ring_is_adopted_after_its_models_limits_were_set(read: Read, tmp_path: Path, tag: str) -> None:
+    override = f"model.{tag}.learner.trigger.n_min=2"
+    with opened(tmp_path / "run", read(SOLVER + JUDGE + AGENT)) as run:
+        run.use(changeable.changed(run.topology, *override.split("=")))
+        left(run)  # launch is killed: the rings stay
+    again = changeable.with_sizes_of(read(SOLVER + JUDGE + AGENT, override), recorded(run.paths.topology))
+    with opened(tmp_path / "run", again) as next_run:
+        assert sum("adopted the ring" in note for note in next_run.notes) == 2, next_run.notes
+        assert next_run.topology.of(tag).learner.trigger.n_min == 2
 
 
 # -- the audit -----
