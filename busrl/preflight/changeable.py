@@ -161,7 +161,16 @@ def _broken(before: Topology, after: Topology) -> list[Finding]:
 
 
 def with_sizes_of(topology: Topology, before: Topology) -> Topology:
-    """The topology with the sizes of the existing ring, `before`'s, where its limits fit in them; else unchanged."""
+    """The topology with the sizes of the existing rings, those of each model of `before`, where its limits fit in them;
+    else with its own."""
+    after = _sized_as(topology, before)
+    for tag in topology.trained_tags:
+        if tag != topology.tag and tag in before.tags:
+            after = _with(after, _sized_as(after.of(tag), before.of(tag)))
+    return after
+
+
+def _sized_as(topology: Topology, before: Topology) -> Topology:
     derived, earlier, slots = topology.derived, before.derived, topology.ring.slots
     if derived.limits.train_slots > earlier.slots - earlier.val_reserve or slots not in ("auto", earlier.slots):
         return topology
