@@ -79,3 +79,13 @@ def test_a_model_that_is_done_leaves_the_process_to_the_other(
     with running(run):
         check_both(run, run.wait(), judge_steps)
     assert run.restarts("learner") == 0, run.tail()
+
+
+@pytest.mark.long
+def test_a_learner_that_is_ended_goes_on_with_the_unfinished_model(tmp_path: Path, quickstart: None) -> None:
+    run = shared_run(tmp_path, steps=2, judge_steps=12)
+    with running(run):
+        run.until("the last step of the solver", lambda: (run.paths.checkpoints / "global_step_2").exists())
+        os.kill(run.pid("learner"), signal.SIGTERM)
+        check_both(run, run.wait(), judge_steps=12)
+    assert run.restarts("learner") == 1 and len(steps_of(run.paths)) == 2, run.tail()
