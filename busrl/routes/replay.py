@@ -186,6 +186,16 @@ class Replay:
             self._counted = torch.from_numpy(laid.counted).to(device)
             self._any = torch.zeros(len(laid.counted), dtype=torch.bool, device=device)
 
+    def use_rows(self, sample: Sample, begin: int, end: int, device: torch.device) -> None:
+        """Take the routes of a part of a sample of one piece in the next forward, which computes these rows alone."""
+        self._rest()
+        if not self.carries:
+            return
+        first, rows = int(sample.pieces[0].spans[0, 0]) - 1, len(sample.pieces[0].ids) - 1
+        part = lay([sample], self.routing, rows, np.array([0]), np.array([first])).routes[begin:end]
+        if (part >= 0).any():
+            self._given, self._partly = torch.from_numpy(part).to(device), bool((part < 0).any())
+
     def _hook(self, place: int) -> Callable[[Any, Any, Any], Any]:
         def hook(module: Any, _: Any, output: Any) -> Any:
             logits, weights, ids = choice_of(module, output)

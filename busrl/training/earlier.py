@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from busrl.data.vocabulary import TokenRows
 from busrl.training import packing
 from busrl.training.batch import Sample
 from busrl.training.model import attention_of
+
+if TYPE_CHECKING:
+    from busrl.routes.replay import Replay
 
 LAYER = re.compile(r"^.*?\.\d+(?=\.)")  # of a parameter's name, up to the number of its layer
 
@@ -89,14 +92,21 @@ def pointed(parameters: Iterable[Any], values: Iterable[Tensor]) -> Iterator[Non
 
 @torch.no_grad()
 def over_old_keys(
-    model: Any, earlier: Earlier, sample: Sample, cached: int, token_rows: TokenRows
+    model: Any, earlier: Earlier, sample: Sample, cached: int, token_rows: TokenRows, replay: Replay | None = None
 ) -> npt.NDArray[np.float32]:
     """The log-probability of each generated token, over `token_rows`, with keys and values of the earlier weights for
-    the first `cached` tokens of the prompt, and the present weights for all else."""
+    the first `cached` tokens of the prompt, and the present weights for all else. `replay`: of the model's routers."""
     ids = torch.from_numpy(sample.pieces[0].ids).long()[None].to(model.device)
+
+    def routed(begin: int, end: int) -> None:
+        if replay is not None:
+            replay.use_rows(sample, begin, end, model.device)
+
     with _cacheable(model):
         with earlier.in_place(model):
+            routed(0, cached)
             past = model(input_ids=ids[:, :cached], use_cache=True).past_key_values
+        routed(cached, ids.shape[1] - 1)
         logits = model(input_ids=ids[:, cached:-1], past_key_values=past, use_cache=True).logits[0].float()
     logprobs = torch.log_softmax(token_rows.mask(logits) / sample.temperature, -1)
     chosen = logprobs.gather(-1, ids[0, cached + 1 :, None])[-sample.generated :, 0]

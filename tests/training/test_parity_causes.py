@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCABULARY, Lab
+from moe_models import moe_model
 
+from busrl.data.routing import Routing
 from busrl.data.vocabulary import ALL_ROWS, TokenRows
 from busrl.preflight.load import load
 from busrl.roles.learner.parity import Parity, Verdict
 from busrl.training import earlier
 from busrl.training.batch import Sample
 from busrl.training.model import attention_of
+from busrl.training.settings import TrainerSettings
 from busrl.training.trainer import Trainer
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
@@ -68,7 +71,8 @@ def before(pair: Pair) -> Rows:
 
 
 def cached(pair: Pair, count: int) -> Rows:
-    return [earlier.over_old_keys(pair.trainer.model, pair.before, sample, count, ALL_ROWS) for sample in pair.samples]
+    model, replay = pair.trainer.model, pair.trainer.forward.replay
+    return [earlier.over_old_keys(model, pair.before, sample, count, ALL_ROWS, replay) for sample in pair.samples]
 
 
 def in_bfloat16(pair: Pair) -> Rows:
@@ -97,6 +101,27 @@ def test_a_planted_fault_is_named_at_the_version_at_which_it_begins(lab: Lab, ki
     verdict = pair.judged(made(pair))
     assert verdict is not None and verdict.cause == cause, verdict
     assert f"Probable cause: {cause}" in verdict.text
+
+
+def test_a_stale_prompt_cache_is_named_in_a_run_with_routes() -> None:
+    """The routers hold the routes of the last samples that were scored, when a part of one is computed."""
+    settings = TrainerSettings(routing=Routing((0, 1), 8, 2))
+
+    def made(*_: object, **__: object) -> Trainer:
+        model = moe_model(vocab_size=VOCABULARY)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.7)
+        return Trainer(model, settings)
+
+    pair = Pair(cast("Any", SimpleNamespace(trainer=made)), "qwen3_moe")
+    random = np.random.default_rng(7)
+    routes = [random.permuted(np.tile(np.arange(8, dtype=np.uint8), (31, 2, 1)), axis=-1)[..., :2] for _ in range(4)]
+    pair.samples = [replace(sample, prompt_routes=rows[:19], routes=rows[19:])
+                    for sample, rows in zip(pair.samples, routes, strict=True)]
+    assert pair.judged(pair.score()) is None
+    verdict = pair.judged(cached(pair, 16))
+    assert verdict is not None and verdict.cause == "prefix cache", verdict
 
 
 def test_without_a_copy_a_cause_is_looked_for_at_the_next_version(lab: Lab) -> None:

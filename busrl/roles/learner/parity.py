@@ -335,6 +335,9 @@ class Parity:
             return
         if (answer := Answered.of(message, self._topology.derived.routing)) is not None:
             self._answers.append(answer)
+        else:
+            log.warning("parity: an answer of %s under version %d is left out: its parts do not fit together",
+                        message.worker_id, message.version)
 
     def holds(self, version: int | None) -> bool:
         """True if the weights have to stay for the moment: engines are about to answer under them."""
@@ -612,14 +615,15 @@ class Parity:
 
     def _of_cached_prompts(self, samples: list[Sample], hidden: Callable[[Rows], Rows]) -> Iterator[Alternative]:
         """Keys and values of the weights before under whole blocks of each prompt."""
-        before, model, token_rows = self._earlier, self._models.trainer.model, self._models.token_rows
+        before, trainer, token_rows = self._earlier, self._models.trainer, self._models.token_rows
+        model, replay = trainer.model, trainer.forward.replay
         for block in probes.BLOCKS:
             cached = [(len(sample.prompt_ids) - 1) // block * block for sample in samples]
             if not any(cached) or any(sample.turns is not None for sample in samples):
                 continue
             try:
                 rows = hidden([
-                    earlier.over_old_keys(model, before, sample, count, token_rows) if count
+                    earlier.over_old_keys(model, before, sample, count, token_rows, replay) if count
                     else self._score([sample])[0] for sample, count in zip(samples, cached)
                 ])
             except Exception as problem:  # a model whose cache is another one
