@@ -67,7 +67,7 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     are ids of experts, one byte each for up to 256 experts, else two: [rows, layers, experts of a token], a row for the
     position before each token, of an episode for each id of a sequence but for those from the last end of a turn in it
     on, and for that last one. `prompt_routes` are those of the prompt but for its last id, or none. In a file they are
-    compressed (zlib), or left out: then `routes_crc` is the crc32 of both.
+    compressed (zlib), or left out: then the shape alone stands there.
     """
 
     uid: int
@@ -93,7 +93,6 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     routes: bytes = b""
     prompt_routes: bytes = b""
     routes_shape: list[int] = []
-    routes_crc: int = 0
 
     def prompt_array(self) -> npt.NDArray[np.int32]:
         return np.frombuffer(self.prompt_ids, "<i4")
@@ -172,8 +171,7 @@ def _packed(record: Record, keep: bool) -> Record:
 
     def packed(sample: SampleRecord) -> SampleRecord:
         if not keep:
-            crc = zlib.crc32(sample.prompt_routes, zlib.crc32(sample.routes))
-            return msgspec.structs.replace(sample, routes=b"", prompt_routes=b"", routes_crc=crc)
+            return msgspec.structs.replace(sample, routes=b"", prompt_routes=b"")
         return _with_routes(sample, lambda part: zlib.compress(part, FAST))
 
     return msgspec.structs.replace(record, samples=[*map(packed, record.samples)])

@@ -2,7 +2,8 @@
 
 An observer of the learner's steps in a run with routes. Knows nothing of how a step is made, or of the log's files.
 
-- Only a log written with `learner.log_routes = "off"` lacks them; a checkpoint bounds how many steps that can be.
+- Only a log written with `learner.log_routes = "off"`, or "auto" with large steps, lacks them; a checkpoint bounds how
+  many steps that can be.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class OwnRoutes(StepObserver):
         if self._steps:
             text = (
                 f"{self._tokens} tokens of steps {self._steps[0]} to {self._steps[-1]} were trained again with the "
-                'experts that the learner chose: the log keeps no others (learner.log_routes = "off")'
+                'experts that the learner chose: the log keeps no others (learner.log_routes = "on" keeps them)'
             )
             self._warn("learner", text, kind="own routes")
 

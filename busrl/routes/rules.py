@@ -11,6 +11,7 @@ Looks at a topology and at the model's config.json. Knows nothing of slots, logs
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from busrl.data.pretrained import model_at, read_config
@@ -20,11 +21,10 @@ from busrl.engines import vllm_versions
 from busrl.preflight.findings import Check, Clash, Finding, clashes
 from busrl.topology.kinds import ENGINES
 from busrl.topology.schema import ATROPOS, Process, Topology
-from busrl.topology.sizes import most_segments, rollouts, route_bytes_of_step
+from busrl.topology.sizes import logs_routes, rollouts, route_bytes_of_step, segments_in
 
 TRIED = ("deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 MOST_CHOSEN = 64  # experts of a token in a layer
-LOGGED_BYTES = 64 << 20  # of routes in one record of the write-ahead log that need no word of the user's
 OWN, REPLAY = 'routes = "own"', 'routes = "replay"'
 
 
@@ -47,7 +47,12 @@ def routing(t: Topology) -> tuple[Routing | None, str]:
         if (objection := next(_objections(t, shape), None)) is not None:
             return None, f"{experts}; the learner chooses its own: {objection.rule}"
     of = "the answer" if t.learner.routes_of == "answer" else "prompt and answer"
-    return shape, f"{experts}; those of {of} are the engine's, {shape.bytes_per_token} bytes for each token"
+    line = f"{experts}; those of {of} are the engine's, {shape.bytes_per_token} bytes for each token"
+    with_them = replace(t, derived=replace(t.derived, routing=shape))
+    if t.learner.log_routes == "auto" and t.learner.wal != "off" and not logs_routes(with_them):
+        size = route_bytes_of_step(with_them) >> 20
+        line += f"; of a step {size} MiB at most, which stay out of the write-ahead log (log_routes)"
+    return shape, line
 
 
 def _shape(t: Topology) -> Routing | None:
@@ -67,6 +72,9 @@ def _objections(t: Topology, shape: Routing) -> Iterator[Finding]:
     if shape.top_k > MOST_CHOSEN:
         rule = f"a token has {shape.top_k} experts in a layer, and routes hold {MOST_CHOSEN}"
         yield Finding(("learner.routes", "model.path"), rule, OWN)
+    if t.segments.on and t.segments.max_segments > (most := segments_in(routed=True)):
+        rule = f"a slot with routes has room for {most} segments"
+        yield Finding(("segments.max_segments", "learner.routes"), rule, f"lower it, or {OWN}")
     for at, entry in enumerate(t.process):
         if entry.role == ATROPOS:
             yield Finding(("learner.routes", f"process.{at}.role"), "episodes of atropos clients have no routes", OWN)
@@ -103,16 +111,9 @@ TABLE = (
     Clash(("learner.log_routes", "learner.wal"),
           lambda t: t.derived.routing is not None and t.learner.log_routes == "on" and t.learner.wal == "off",
           "there is no write-ahead log; remove it, or wal = \"sync\"", warning=True),
-    Clash(("segments.max_segments", "learner.routes"),
-          lambda t: t.segments.on and t.segments.max_segments > most_segments(t),
-          lambda t: f"a slot with routes has room for {most_segments(t)} segments; lower it, or {OWN}"),
     Clash(("learner.routes_of", "process"),
           lambda t: t.learner.routes_of != "all" and t.derived.routing is not None and t.has_callers,
           "the prompts of an episode's calls are answers of others, too; remove it"),
-    Clash(("generation.on_update", "learner.routes"),
-          lambda t: t.derived.routing is not None and t.generation.on_update == "recompute",
-          "what a token read is computed again, over other experts than it was drawn by; on_update = \"keep\"",
-          warning=True),
 )
 
 
@@ -127,13 +128,14 @@ def _refused(t: Topology) -> Iterator[Finding]:
         yield from _objections(t, shape)
 
 
-def _logged(t: Topology) -> Iterator[Finding]:
-    """Have the user say whether much goes into the log."""
-    if t.derived.routing is None or t.learner.log_routes != "auto" or t.learner.wal == "off":
-        return
-    if (size := route_bytes_of_step(t)) > LOGGED_BYTES:
-        rule = f"routes of a step may be {size >> 20} MiB, before they are compressed, and go into the write-ahead log"
-        yield Finding(("learner.log_routes", "learner.routes"), rule, 'set it to "on", or to "off" (docs/experts.md)')
+def _recomputed(t: Topology) -> Iterator[Finding]:
+    """Warn of engines that compute again, with new weights, what running answers have read: as asked or as they choose.
+    """
+    asked, left = (t.generation.on_update == value for value in ("recompute", "auto"))
+    choose = [f"process.{at}.engine" for at, entry in rollouts(t) if ENGINES[entry.engine].recomputes]
+    if t.derived.routing is not None and (asked or (left and choose and t.weights.mode != "sync")):
+        rule = "what a token read is computed again, over other experts than it was drawn by"
+        yield Finding(("generation.on_update", "learner.routes", *choose[:1]), rule, 'on_update = "keep"', warning=True)
 
 
 def _balanced(t: Topology) -> Iterator[Finding]:
@@ -142,4 +144,4 @@ def _balanced(t: Topology) -> Iterator[Finding]:
         yield Finding(("learner.balance", "model.path"), rule, "remove it")
 
 
-CHECKS: tuple[Check, ...] = (lambda t: clashes(t, TABLE), _refused, _logged, _balanced)
+CHECKS: tuple[Check, ...] = (lambda t: clashes(t, TABLE), _refused, _recomputed, _balanced)

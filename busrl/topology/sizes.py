@@ -71,6 +71,7 @@ MORE_CALLS, ID_BYTES = 16, 4
 CALL_BYTES = 1024  # details of a call, and alignment to multiples of 64
 PAGE = 4096
 KEPT, LOOSE_FROM = 64 << 10, 256 << 10  # of a slot always in memory; smaller slots are so whole (docs/ring-memory.md)
+LOGGED_BYTES = 64 << 20  # of routes in one record of the write-ahead log that need no word of the user's
 USUAL_SHARE = 4  # an answer is expected to have such a part of the most tokens
 
 
@@ -86,8 +87,12 @@ def call_ring(topology: Topology, host: str = "") -> tuple[int, int]:
 
 def most_segments(topology: Topology) -> int:
     """Segments that the table of a slot has room for."""
-    more = topology.derived.routing is not None  # routes of each segment, and those of the prompt
-    return (TABLE_TENSORS - TENSORS_OF_SLOT - more) // (TENSORS_OF_SEGMENT + more)
+    return segments_in(topology.derived.routing is not None)
+
+
+def segments_in(routed: bool) -> int:
+    """Segments that the table of a slot has room for, which has routes of each, and those of the prompt, or none."""
+    return (TABLE_TENSORS - TENSORS_OF_SLOT - routed) // (TENSORS_OF_SEGMENT + routed)
 
 
 def route_bytes(topology: Topology) -> int:
@@ -105,6 +110,12 @@ def route_bytes_of_step(topology: Topology) -> int:
     learner = topology.learner
     groups = learner.n_range[1] if learner.controller.mode == "act" else learner.trigger.n_min
     return route_bytes(topology) * groups * topology.groups.size
+
+
+def logs_routes(topology: Topology) -> bool:
+    """True if the write-ahead log keeps routes: left to itself, where a record is not made too large by them."""
+    said = topology.learner.log_routes
+    return said == "on" or (said == "auto" and route_bytes_of_step(topology) <= LOGGED_BYTES)
 
 
 def ring_bytes(slots: int, slot_bytes: int, processes: int, held: int | None = None) -> int:

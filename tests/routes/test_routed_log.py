@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import msgspec
@@ -77,14 +76,13 @@ def test_records_with_routes_stand_in_segments_of_layout_5(tmp_path: Path) -> No
         assert [bool(step.samples[0].routes) for step in wal.records()] == [False, True, False]
 
 
-def test_a_log_without_routes_keeps_what_proves_them(tmp_path: Path) -> None:
+def test_a_log_without_routes_keeps_their_shape(tmp_path: Path) -> None:
     step = record(1, sample(0), sample(1))
     with Wal(tmp_path / "wal", routes=False) as wal:
         wal.append(step)
     with Wal(tmp_path / "wal") as wal:
         ((first, second),) = (again.samples for again in wal.records())
-    crcs = [zlib.crc32(each.routes + each.prompt_routes) for each in step.samples]
-    assert [first.routes_crc, second.routes_crc] == crcs and first.routes_shape == [2, 3, 8]
+    assert first.routes_shape == second.routes_shape == [2, 3, 8]
     assert first.routes == first.prompt_routes == b"" and to_sample(first).routes is None
 
 

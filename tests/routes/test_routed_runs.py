@@ -124,4 +124,4 @@ def test_a_log_without_routes_says_what_was_trained_by_own_choice(tmp_path: Path
     assert "trained again with the experts that the learner chose" in run.paths.errors.read_text()
     with Wal(run.paths.wal) as wal:
         samples = [sample for record in wal.records() for sample in record.samples]
-    assert samples and all(not sample.routes and sample.routes_crc for sample in samples)
+    assert samples and all(not sample.routes and sample.routes_shape for sample in samples)

@@ -44,6 +44,7 @@ from busrl.ring import Fates
 from busrl.states import Fate, draw_of, place_of
 from busrl.system.files import LineFile, as_map, json_lines, replace
 from busrl.topology import Topology
+from busrl.topology.sizes import logs_routes
 
 if TYPE_CHECKING:
     from busrl.roles.actor import Actor, WorkDeadline
@@ -70,7 +71,7 @@ class History:
         superseded = trained.step_of(newest) if newest is not None else -1
         # The log of an earlier start is trained first, then given up (`leave_log`).
         logs = mode != "off" or any(paths.wal.glob("*.wal"))
-        keep = topology.learner.log_routes != "off"
+        keep = logs_routes(topology)
         self.wal = Wal(paths.wal, sync=mode == "sync", superseded=superseded, routes=keep) if logs else None
         if self.wal is not None and (cut := self.wal.cut_bytes):
             log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
