@@ -87,9 +87,9 @@ class Request:
 class Engine:
     """A scheduler with a block cache, and a runner that computes what it schedules."""
 
-    def __init__(self) -> None:
-        self.runner = runner_of()
-        self.capture = Capture(self.runner, LAYERS, TOP_K, "uint8")
+    def __init__(self, top_k: int = TOP_K) -> None:
+        self.runner, self.top_k = runner_of(), top_k
+        self.capture = Capture(self.runner, LAYERS, top_k, "uint8")
         self.batch, self.version, self.count = self.runner.input_batch, 0, 0
         self.silent = False  # no router is asked
         self.running: list[Request] = []
@@ -162,7 +162,8 @@ class Engine:
                     one.expected.append(row)
         self.runner.query_start_loc.np[: len(begins)] = begins
         for place, module in enumerate([] if self.silent else self.runner.get_model().modules()[1:]):
-            module.router.told(Tensor(np.array([row[place] for row in told], np.int32).reshape(-1, TOP_K)))
+            module.router.told(Tensor(np.array([row[place][: self.top_k] for row in told], np.int32)
+                                     .reshape(-1, self.top_k)))
         vars(self.runner)["_model_forward"]()
         at = 0
         for one, count in rows:
@@ -200,7 +201,7 @@ class Engine:
     def taken(self, one: Request, begin: int) -> np.ndarray:
         end = len(one.tokens) - 1
         text = self.capture.take(one.name.rpartition("-")[0], begin, end)
-        return np.frombuffer(text, np.uint8).reshape(-1, len(LAYERS), TOP_K)
+        return np.frombuffer(text, np.uint8).reshape(-1, len(LAYERS), self.top_k)
 
 
 class Tensor:
@@ -293,6 +294,39 @@ def test_requests_without_the_mark_are_not_kept() -> None:
 def test_a_runner_whose_routes_cannot_be_noted_is_refused_with_its_reason(changes: dict[str, Any], said: str) -> None:
     why = objection(runner_of(**changes), LAYERS)
     assert re.search(said, why) if said else why == ""
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_step_without_routers_in_the_middle_gives_no_rows(top_k: int) -> None:
+    """Neither zeros nor what an earlier request left there, which may look like routes."""
+    engine = Engine(top_k)
+    for number in range(2):  # the second has blocks of the first
+        engine.add([*PROMPT, *range(8 * number)])
+        engine.step(99)
+        one = engine.running[0]
+        engine.silent = number == 1
+        engine.step(1)
+        engine.silent = False
+        engine.step(1)
+        engine.out(one)
+        engine.step(1)
+        engine.update()
+        assert len(engine.taken(one, 0)) == (0 if number else len(one.tokens) - 1)
+
+
+def test_rows_that_are_lost_come_back_with_a_new_computation() -> None:
+    engine = Engine()
+    engine.add(list(PROMPT))
+    engine.silent = True
+    engine.step(16)
+    engine.silent = False
+    one = engine.running[0]
+    engine.update()
+    for _ in range(3):
+        engine.step(16)
+    engine.out(one)
+    engine.step(1)
+    assert len(engine.taken(one, 0)) == len(one.tokens) - 1
 
 
 def test_a_kernel_that_asks_no_router_gives_nothing_instead_of_old_rows() -> None:

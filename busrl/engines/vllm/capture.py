@@ -6,6 +6,7 @@ model's routers and to the batch of vLLM's first model runner. Knows nothing of 
 - Routes lie where a position's keys and values lie, so a prefix found in the cache has those of the request that
   computed it, and a block that is given to another request gives its place away with it.
 - A request's rows are copied when it leaves the batch (at its end, or preempted): its blocks may be another's next.
+- Rows of a step that asked no router are lost, and whoever takes a request with one of them gets none.
 - A position that is computed again keeps its first row: that of the weights that drew the token behind it.
 - Rows are copied for requests whose names begin with `MARK` alone, and kept until they are taken.
 """
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 MARK = "routes."
-MOST = 8  # times the requests that vLLM has at once: ended ones whose rows nobody took, as one cancelled at its start
+MOST = 8  # times the requests that vLLM has at once: those whose rows are kept, as of one cancelled at its start
 MISSES = "its routes cannot be noted"
 
 
@@ -79,6 +80,7 @@ class Capture:
         places = int(runner.kv_cache_config.num_blocks) * int(group.block_size)
         shape = (len(layers), top_k)
         self._kept = np.zeros((places, *shape), dtype)  # by place in the key-value cache
+        self._known = np.zeros(places, np.bool_)  # and whether it was noted when the place was last written
         self._step = np.zeros((runner.max_num_tokens, *shape), dtype)
         self._noted = [0] * len(layers)  # rows of this step, by layer
         self._ends: dict[str, int] = {}  # by request of the last step: positions computed
@@ -118,12 +120,12 @@ class Capture:
         count = self._batch.num_reqs
         begins = self._runner.query_start_loc.np[: count + 1]
         known, lengths, rows = self._batch.num_computed_tokens_cpu[:count], np.diff(begins), int(begins[-1])
-        if min(self._noted) < rows:  # a kernel that asks no router: whoever takes a request's routes gets none
-            self._ends = {}
-            return
         owners = np.repeat(np.arange(count), lengths)
         positions = np.arange(rows) + np.repeat(known - begins[:-1], lengths)
-        self._kept[self._places(owners, positions)] = self._step[:rows]
+        places = self._places(owners, positions)
+        self._known[places] = noted = min(self._noted) >= rows  # else a kernel has asked no router
+        if noted:
+            self._kept[places] = self._step[:rows]
         self._noted = [0] * len(self._noted)
         self._ends = dict(zip(self._batch.req_ids[:count], (known + lengths).tolist()))
 
@@ -143,11 +145,12 @@ class Capture:
             self._copy(name)
 
     def _copy(self, name: str) -> None:
-        """Copy a request's rows that were not copied before."""
+        """Copy a request's rows that were not copied before, up to one that is lost."""
         before = self._rows.get(name, self._kept[:0])
         new = np.arange(len(before), self._ends.get(name, 0))
         if len(new):
-            own = self._kept[self._places(self._batch.req_id_to_index[name], new)]
+            places = self._places(self._batch.req_id_to_index[name], new)
+            own = self._kept[places[np.logical_and.accumulate(self._known[places])]]
             self._rows[name] = np.concatenate([before, own])
-            if len(self._rows) > self._most:  # never those of a request that lives: there are fewer
+            if len(self._rows) > self._most:  # the oldest: one that lives is copied anew
                 del self._rows[next(iter(self._rows))]
