@@ -9,6 +9,7 @@ Filled by the trainer, read by the learner. Knows nothing of models, losses or o
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,11 @@ class StepStats:
     step_s: float = 0.0
     sums: tuple[float, ...] = ()  # from which the diagnostics follow, in the order of their FIELDS
     routes: tuple[float, ...] = ()  # counts, in the order of ROUTES, and then by layer
+
+    def routes_of_one_pass(self, passes: int) -> tuple[float, ...]:
+        """The counts of routes, with each token without them counted once; all others are read as shares."""
+        return tuple(count / passes if name == "own" else count
+                     for name, count in itertools.zip_longest(ROUTES[: len(self.routes)], self.routes))
 
     def route_figures(self) -> dict[str, float]:
         """Shares by the names that they have in metrics.jsonl; none in a run without routes."""

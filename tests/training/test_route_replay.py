@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moe_models import moe_folder, moe_model, routes_of
+from moe_models import moe_folder, moe_model, routes_of, routing_at
 from torch import Tensor
 
 from busrl.data.routing import Routing, routing_of
 from busrl.errors import ModelNotLoaded
+from busrl.ledger.wal import SampleRecord
+from busrl.preflight.load import load as load_topology
+from busrl.roles.learner.step import TrainingStep
 from busrl.routes.replay import Replay, lay
 from busrl.training import packing
 from busrl.training.batch import Sample, Turns, flatten
@@ -34,6 +37,7 @@ from busrl.training.scorer import Advantages
 from busrl.training.settings import TrainerSettings
 from busrl.training.trainer import Trainer
 
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 ROUTING, DEEP = Routing((0, 2), 8, 2), Routing((0, 1, 2, 3), 8, 2)
 WORDS = 16
 WAYS: dict[str, Any] = {"full": Forward, "padded": PaddedRows, "packed": PackedRows}
@@ -206,6 +210,24 @@ def test_a_step_counts_the_rows_whose_router_chose_others() -> None:
     assert figures["rows"] == figures["by_layer_max"] == pytest.approx(changed / rows)
     assert figures["changed"] == pytest.approx(changed / rows / 2)
     assert figures["own_tokens"] == planted[0].generated and figures["prompt_differs"] == 0
+
+
+def test_tokens_without_routes_are_counted_once_for_several_passes(tmp_path: Path) -> None:
+    base, folder = load_topology(QUICKSTART), moe_folder(tmp_path / "moe")
+    topology = replace(
+        base, model=replace(base.model, path=str(folder)), derived=replace(base.derived, routing=routing_at(folder)),
+        learner=replace(base.learner, passes_per_batch=2, updates_per_batch=2))
+    random, records = np.random.default_rng(3), []
+    for uid in range(4):
+        ids, routes = random.integers(3, WORDS, 12).astype("<i4"), drawn(random, 11, Routing((0, 1), 8, 2))
+        own = uid == 3
+        records.append(SampleRecord(
+            uid=uid, group=uid // 2, admission=0, member=uid % 2, attempt=0, prompt_crc=0, reward=float(uid % 2),
+            temperature=1.0, version=0, step=0, finish=1, prompt_ids=ids[:4].tobytes(), token_ids=ids[4:].tobytes(),
+            logprobs=np.full(8, -1, "<f4").tobytes(), versions=np.zeros(8, "<u4").tobytes(), routes_shape=[2, 2, 8],
+            routes=b"" if own else routes[3:].tobytes(), prompt_routes=b"" if own else routes[:3].tobytes()))
+    figures = TrainingStep(topology).train(records, 2, version=0).route_figures()
+    assert figures["own_tokens"] == 8 and 0 < figures["rows"] <= 1
 
 
 def test_a_run_without_routes_has_no_figures_of_them() -> None:

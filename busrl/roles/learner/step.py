@@ -156,7 +156,7 @@ class TrainingStep:
         stats = replace(
             stats, old_tokens=self.stale.taken() // passes, cut_tokens=self._cut_tokens // passes,
             context_tokens=(stats.context_tokens + self._gone_tokens) // passes, tokens=stats.tokens // passes,
-            sequences=stats.sequences // passes,
+            sequences=stats.sequences // passes, routes=stats.routes_of_one_pass(passes),
         )
         self._cut_tokens = self._gone_tokens = 0
         self.groups += groups
