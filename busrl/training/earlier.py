@@ -25,7 +25,7 @@ from busrl.training.batch import Sample
 from busrl.training.model import attention_of
 
 if TYPE_CHECKING:
-    from busrl.routes.replay import Replay
+    from busrl.training.forward import Replay
 
 LAYER = re.compile(r"^.*?\.\d+(?=\.)")  # of a parameter's name, up to the number of its layer
 

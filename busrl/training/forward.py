@@ -42,6 +42,9 @@ class Replay(Protocol):
         """Let the next forward, of `rows` rows, take the routes of these samples, or none. The prompt of a piece, but
         for its last token, begins at the row of `heads`, and what follows at that of `tails`."""
 
+    def use_rows(self, sample: Sample, begin: int, end: int, device: torch.device) -> None:
+        """Let the next forward, which computes these rows of a sample of one piece alone, take their routes."""
+
     def loss(self) -> Tensor | None:
         """The balance loss of the last forward, if there is one."""
 

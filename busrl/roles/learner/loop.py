@@ -471,8 +471,8 @@ def deadline_of(topology: Topology) -> WorkDeadline:
 
 
 def long_start(topology: Topology) -> tuple[str, float] | None:
-    """What may make the start of a learner longer than others, and its seconds; None for nothing: a compilation, or
-    teachers that are not up yet, which have their own patience."""
+    """The work that makes the start of a learner longer than others, and its seconds; None for none: a compilation, or
+    a wait for teachers that are not up yet, which have their own patience."""
     learner = topology.learner
     asked = [row for row in learner.teacher if row.base_url]
     compile_s = COMPILE_S if learner.memory.compile else 0.0
