@@ -143,7 +143,12 @@ def _refuse_by_mode(topology: Topology, key: str) -> None:
 def _counted(topology: Topology, role: str, count: int) -> Topology:
     if ROLES[role].single:
         raise UserError(f"{role}: a run has one of them")
-    at = [place for place, entry in enumerate(topology.process) if entry.role == role]
+    of_role = {place: entry for place, entry in enumerate(topology.process) if entry.role == role}
+    at = [place for place, entry in of_role.items() if not entry.model or entry.model[0] == topology.tag]
+    if of_role and not at:
+        owner = of_role[next(iter(of_role))].model[0]
+        part = f"{topology.tag} has a part in that of {owner}"
+        raise UserError(f"{role}: {part}: scale it with --model {owner}, or add a [[process]] for {topology.tag} alone")
     if len(at) != 1 or topology.process[at[0]].hosts:
         why = "has none" if not at else "has several entries, or has it on other hosts"
         raise UserError(f"{role}: the run {why}: its number can change where one [[process]] on this host says it")

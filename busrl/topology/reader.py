@@ -285,7 +285,8 @@ def _meant_for_one(source: Source, keys: list[str], place: str) -> Problem | Non
 
 def _targets(source: Source, keys: list[str], override: tuple[str, str]) -> list[KeyPath]:
     """The paths an override means: process.ROLE.key stands for every [[process]] of that role, model.TAG.process.ROLE.
-    key for those of that model, model.TAG.key for that [[model]], and model.key for all of them."""
+    key for those that belong to that model (of none: in which it has a part), model.TAG.key for that [[model]], and
+    model.key for all of them."""
     if tag := _whose_processes(source, keys):
         keys = keys[2:]
     if keys[0] == "model" and isinstance(models := source.data.get("model"), list):
@@ -296,7 +297,8 @@ def _targets(source: Source, keys: list[str], override: tuple[str, str]) -> list
         return [tuple(keys)]
     role = keys[1]
     of_role = [i for i, entry in enumerate(entries) if isinstance(entry, dict) and entry.get("role") == role]
-    indices = [i for i in of_role if tag in ("", entries[i].get("model") or _lead(source))]
+    indices = [i for i in of_role if tag in ("", _owner(source, entries[i].get("model")))]
+    indices = indices or [i for i in of_role if isinstance(listed := entries[i].get("model"), list) and tag in listed]
     if not indices:  # a role that the file does not name: the override declares it
         entries.append({"role": role, "model": tag} if tag else {"role": role})
         indices = [len(entries) - 1]
@@ -306,16 +308,29 @@ def _targets(source: Source, keys: list[str], override: tuple[str, str]) -> list
 
 def _whose_processes(source: Source, keys: list[str]) -> str:
     """The tag of an override model.TAG.process.ROLE.key; "" for any other."""
-    models = source.data.get("model")
-    rows = [row for row in models if isinstance(row, dict)] if isinstance(models, list) else []
     of_processes = len(keys) > 4 and (keys[0], keys[2]) == ("model", "process")
-    return keys[1] if of_processes and any(row.get("tag") == keys[1] for row in rows) else ""
+    return keys[1] if of_processes and any(row.get("tag") == keys[1] for row in _models(source)) else ""
+
+
+def _models(source: Source) -> list[dict[str, Any]]:
+    """The tables of [[model]]; none where the file has one [model], or lacks it."""
+    models = source.data.get("model")
+    return [row for row in models if isinstance(row, dict)] if isinstance(models, list) else []
 
 
 def _lead(source: Source) -> Any:
     """The tag of the first [[model]] that is trained."""
-    rows = (row for row in source.data["model"] if isinstance(row, dict))
-    return next((row.get("tag") for row in rows if row.get("trained") is not False and not row.get("follow")), None)
+    rows = (row for row in _models(source) if row.get("trained") is not False and not row.get("follow"))
+    return next((row.get("tag") for row in rows), None)
+
+
+def _owner(source: Source, model: Any) -> Any:
+    """The tag to which an entry of [[process]] with this `model` belongs: of several the lead, or the first in the
+    order of [[model]]."""
+    if not isinstance(model, list):
+        return model or _lead(source)
+    order = [_lead(source), *(row.get("tag") for row in _models(source))]
+    return next((tag for tag in order if tag in model), None)
 
 
 def _put(data: Any, path: KeyPath, value: Any, place: str) -> Problem | None:

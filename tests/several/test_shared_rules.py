@@ -6,8 +6,8 @@ import pytest
 from tagged import AGENT, HEAD, JUDGE, SOLVER, Read
 
 from busrl.engines import vllm_versions
-from busrl.errors import TopologyError
-from busrl.preflight import explain
+from busrl.errors import TopologyError, UserError
+from busrl.preflight import changeable, explain
 from busrl.quickstart.cache import ensure
 from busrl.roles.probes import workers
 from busrl.topology import Topology
@@ -102,6 +102,40 @@ def test_a_follower_has_an_engine_of_its_own(read: Read) -> None:
 def test_a_list_of_models_needs_several_models(read: Read) -> None:
     plain = SOLVER.replace('[[model]]\ntag = "solver"', "[model]")
     assert any("the file has one [model]" in problem for problem in refused(read, plain + LORA + AGENT + SHARED))
+
+
+@pytest.mark.parametrize(("listed", "owner", "other"), [
+    ('["judge", "solver"]', "solver", "judge"), ('["third", "judge"]', "judge", "third"),
+])
+def test_a_shared_engine_is_scaled_by_its_owner_at_starts_too(
+    read: Read, listed: str, owner: str, other: str
+) -> None:
+    third = JUDGE.replace("judge", "third")
+    text = LORA + SOLVER + JUDGE + third + AGENT + SHARED.replace('["judge", "solver"]', listed)
+
+    def shared(t: Topology) -> list[str]:
+        return [process.name for process in t.processes() if len(t.models_of(process.name)) > 1]
+
+    def rollouts(t: Topology) -> list[str]:
+        return [process.name for process in t.processes() if process.role == "rollout"]
+
+    t, override = read(text), f"model.{owner}.process.rollout.count=2"
+    after, again = changeable.changed(t, *override.split("=")), read(text, override)
+    assert rollouts(after) == rollouts(again) and len(shared(after)) == 2
+    assert shared(after) == shared(again) == [*after.of(other).served_by]
+    assert changeable.value_of(after, override.partition("=")[0]) == "2"
+    with pytest.raises(UserError, match=f"{other} has a part in that of {owner}: scale it with --model {owner}"):
+        changeable.changed(t, f"model.{other}.process.rollout.count", "2")
+    assert rollouts(read(text, f"model.{other}.process.rollout.threads=2")) == rollouts(t)
+
+
+def test_a_model_with_an_engine_of_its_own_scales_that_one(read: Read) -> None:
+    own = '[[process]]\nrole = "rollout"\nmodel = "judge"\nengine = "vllm"\n'
+    t, override = read(MODELS + SHARED + own), "model.judge.process.rollout.count=2"
+    for after in (changeable.changed(t, *override.split("=")), read(MODELS + SHARED + own, override)):
+        found = {process.name: after.models_of(process.name) for process in after.processes()}
+        rollouts = {name: tags for name, tags in found.items() if name.startswith("rollout")}
+        assert rollouts == {"rollout/0": ("solver", "judge"), "rollout/1": ("judge",), "rollout/3": ("judge",)}
 
 
 def test_a_shared_learner_is_the_leads_process_with_the_base_once(read: Read) -> None:

@@ -100,6 +100,12 @@ def test_two_tables_of_processes_with_single_brackets_are_told_in_words(refused:
     assert "processes are an array of tables; write [[process]], twice bracketed" in problem
 
 
+def test_a_number_of_processes_without_a_model_is_no_crash(refused: Refused) -> None:
+    base = "[data]\ntrain = 'train.jsonl'\n[[process]]\nrole = 'rollout'\n"
+    problems = refused("", "process.rollout.count=2", base=base)
+    assert any("model.path is missing" in problem for problem in problems), problems
+
+
 @pytest.mark.parametrize(("key", "expected"), [
     ("learner.learning_rate", "unknown key in [learner]; did you mean learner.lr?"),
     ("learner.target_kl", "unknown key in [learner]; did you mean learner.kl_coef"),
