@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -135,7 +135,7 @@ class RunFiles:
         state.errors.skipped(self._errors.skipped)
         self._errors.skipped = 0
         told = as_map(read_map(self._paths.supervisor).get("processes"))
-        children = {name: child for name, child in told.items() if _is_of(self._topology, name)}
+        children = {name: child for name, child in told.items() if _is_of(self._topology, name, told)}
         state.restarts = {name: whole_number(as_map(child).get("restarts")) for name, child in children.items()}
         latest = {name: as_map(child).get("latest") for name, child in children.items()}
         state.deaths = {name: str(death) for name, death in latest.items() if death}
@@ -156,15 +156,27 @@ def run_of_files(files: RunFiles) -> RunState:
     return run
 
 
-def _is_of(topology: dict[str, Any], process: str) -> bool:
-    """Tell whether what became of a process says something of the model of a topology.json: of several each has
-    rollouts and a learner of its own (`busrl.topology.models`); the scheduler of the lead waits for all learners."""
+def _is_of(topology: dict[str, Any], process: str, names: Collection[str]) -> bool:
+    """Tell whether what became of a process, one of `names`, says something of the model of a topology.json: of several
+    each has rollouts and a learner, of its own or shared (`busrl.topology.models`); the scheduler of the lead waits for
+    all learners."""
     role, _, rest = process.partition("/")
-    models = topology.get("models")
+    models, served_by = topology.get("models"), topology.get("served_by")
     apart = whole_number(topology.get("apart")) or (len(models) if isinstance(models, list) else 0)
     if role == "rollout" and rest.isdecimal() and apart > 1:
-        return (int(rest) - whole_number(topology.get("first"))) % apart == 0
-    return role != "learner" or bool(models) or rest == topology.get("tag", "")
+        own = (int(rest) - whole_number(topology.get("first"))) % apart == 0
+        return own or (isinstance(served_by, list) and process in served_by)
+    return role != "learner" or bool(models) or process == _learner_of(topology, names)
+
+
+def _learner_of(topology: dict[str, Any], names: Collection[str]) -> str:
+    """The name, one of `names`, of the process that trains the model of a topology.json beside the lead."""
+    listed = topology.get("process")
+    entries = [as_map(entry) for entry in listed] if isinstance(listed, list) else []
+    shared = (entry.get("model") for entry in entries if entry.get("role") == "learner")
+    owner = next((tags[0] for tags in shared if isinstance(tags, list) and tags), topology.get("tag") or "")
+    own = f"learner/{owner}" if owner else "learner"
+    return "learner" if owner != topology.get("tag") and own not in names else own
 
 
 def _decoded(lines: LineFollower, kind: type[T]) -> Iterator[T]:

@@ -90,15 +90,23 @@ class _Search:
         self.run, self.now, self.ring, self.facts = run, now, run.ring, run.facts
         self.rows = {row.name: row for row in run.rows(now) if row.state != "dead"}
         beside = [(tag, row) for tag, rows in run.rows_beside().items() for row in rows if row.state != "dead"]
-        self.tags = {row.name: tag for tag, row in beside}  # of processes that are in another model's ring
-        self.rows |= {row.name: row for _, row in beside}
+        self.there = {(tag, row.name) for tag, row in beside}  # a process of several models is there for each
+        self.tags = {row.name: tag for tag, row in reversed(beside) if row.name not in self.rows}  # of others alone
+        self.rows = {row.name: row for _, row in reversed(beside)} | self.rows
         self.names = sorted({*self.rows, *run.restarts})  # those of the table, and children that are not in it
-        self.learner = f"learner/{run.facts.beside}" if run.facts.beside else "learner"
+        self.learner = self._own_learner()
         self.steps: dict[str, Callable[[ProcessRow], _Step]] = {
             "learner": self._learner, "scheduler": self._scheduler, "rollout": self._rollout, "reward": self._reward,
             "validator": self._validator, **dict.fromkeys(CALLER_ROLES, self._caller),
         }
         self.seen: set[str] = set()
+
+    def _own_learner(self) -> str:
+        """The learner of this model: beside the lead perhaps one that it shares, which has another's name."""
+        if not self.facts.beside:
+            return "learner"
+        mine = (name for name in self.names if _role(name) == "learner" and name not in self.tags)
+        return next(mine, f"learner/{self.facts.beside}")
 
     def links(self) -> list[Link]:
         if paused(self.run):
@@ -181,8 +189,7 @@ class _Search:
         reason, _, tag = reason.removesuffix(")").partition(" (")  # of another model
         because = SCHEDULERS.get(reason, f"waits ({reason})").format(draw=draw)
         if tag:
-            there = f"learner/{tag}" if f"learner/{tag}" in self.names else ""
-            return _Step(f"{because} (of {tag})", row.activity_age_s, there, f"the learner of {tag}")
+            return _Step(f"{because} (of {tag})", row.activity_age_s, self._learner_of(tag), f"the learner of {tag}")
         holder = self._holders(draw, validates=False)
         if reason == "slots":
             states = sorted((count, name) for name, count in self.ring.occupancy.items() if count and name != "free")
@@ -306,12 +313,19 @@ class _Search:
         waiting, _, tag = entry.call.partition(" ")
         if waiting != "queued":
             return entry.call
-        engines = [name for name in self.names if _role(name) == "rollout" and self.tags.get(name, "") == tag]
+        engines = [name for name in self.names if _role(name) == "rollout"
+                   and ((tag, name) in self.there if tag else name not in self.tags)]
         able = [name for name in engines if self._trouble(name) is None]
         return next(iter(able or engines), "")
 
     def _urgency(self, name: str, entry: Held) -> tuple[bool, float, str, str, str]:
         return bool(name) and self._trouble(name) is not None, entry.oldest_s, name, entry.state, entry.call
+
+    def _learner_of(self, tag: str) -> str:
+        """The learner of another model; "" where it is not known, or is this one's too, with which the chain began."""
+        shared = (name for name in self.names if _role(name) == "learner" and (tag, name) in self.there)
+        name = next(shared, f"learner/{tag}")
+        return name if name in self.names and name != self.learner else ""
 
     def _troubled(self, role: str) -> str:
         """The first process of a role that cannot work, of this model's."""

@@ -18,6 +18,7 @@ from busrl.paths import RunPaths
 from busrl.ring import Ring
 from busrl.several.summaries import overview
 from busrl.states import HeaderWord
+from busrl.status.runfiles import RunFiles, run_of_files
 from busrl.status.state import Facts, ProcessRecord, RingRecord, RunState
 from busrl.status.waits import chain
 from busrl.topology import Topology
@@ -124,6 +125,10 @@ def test_a_chain_of_waits_of_a_model_begins_with_its_own_learner() -> None:
     def row(name: str, activity: str = "") -> ProcessRecord:
         return ProcessRecord(name, name.partition("/")[0], 1, "ready", activity, activity_age_s=3.0)
 
+    run = RunState(facts=Facts(beside="judge"), restarts={"learner": 1})  # it trains several models
+    for there in ((), (row("learner", "waits: admission"),)):
+        run.look(RingRecord(4, {"free": 4}, {}, 0, 0, 0, 0, (row("scheduler"), *there)), 0.0)
+        assert [link.process for link in chain(run, 0.0)] == (["learner", "scheduler"] if there else ["learner"])
     processes = (row("scheduler"), row("agent/0"), row("rollout/1"), row("learner/judge", "waits: admission"))
     ring = RingRecord(4, {"free": 4}, {}, 0, 0, 0, 0, processes)
     run, lead = RunState(facts=Facts(beside="judge")), RunState()
@@ -132,3 +137,20 @@ def test_a_chain_of_waits_of_a_model_begins_with_its_own_learner() -> None:
     links = chain(run, 0.0)
     assert [link.process for link in links] == ["learner/judge", "scheduler"]
     assert chain(lead, 0.0) == [], "of the lead it would begin with `learner`"
+
+
+@pytest.mark.parametrize(("listed", "learners"), [
+    ('["solver", "judge"]', ("learner", "learner/third")), ('["judge", "third"]', ("learner/judge", "learner/judge")),
+])
+def test_a_model_counts_the_restarts_of_processes_that_it_shares(
+    read: Read, root: Path, listed: str, learners: tuple[str, ...]
+) -> None:
+    lora = '[lora]\nrank = 4\n[weights]\ntransport = "lora_hotswap"\n'
+    shared = f'[[process]]\nrole = "learner"\nmodel = {listed}\n'
+    topology = read(lora + SOLVER + JUDGE + JUDGE.replace("judge", "third") + AGENT + shared)
+    solver, *others = (written(root, topology, tag) for tag in topology.tags)
+    children = {process.name: {"restarts": 1} for process in topology.processes()}
+    solver.supervisor.write_text(json.dumps({"processes": children}))
+    for paths, learner in zip(others, learners):
+        restarts = run_of_files(RunFiles(paths)).restarts
+        assert {name for name in restarts if name.startswith("learner")} == {learner}

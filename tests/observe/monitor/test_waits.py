@@ -99,6 +99,28 @@ def test_a_stopped_engine_of_another_model_is_the_root_of_its_calls() -> None:
     assert "calls wait for an engine of judge" in links[1].because
 
 
+def test_the_chain_goes_through_a_learner_that_several_models_share() -> None:
+    held = process("scheduler", "waits: in_flight (judge)")
+    of_judge = process("learner", "waits: groups"), process("rollout/0", stopped=True)  # their parts for the judge
+    run = picture(process("learner", "waits: admission"), held)
+    assert run.ring is not None
+    run.look(replace(run.ring, beside={"judge": of_judge}), 0.0)
+    assert found(run) == (["learner", "scheduler"], "the learner of judge"), "it is in the chain already"
+    third = picture(process("learner", "waits: admission"), process("scheduler", "waits: in_flight (third)"))
+    apart = (process("learner/judge", "step"),)  # it is the judge's, and trains the third too
+    third.look(replace(run.ring, processes=third.ring.processes, beside={"judge": apart, "third": apart}), 0.0)
+    assert found(third)[0] == ["learner", "scheduler", "learner/judge"]
+
+
+def test_a_call_of_another_model_waits_for_the_engine_that_they_share() -> None:
+    calls = Held("generating", "agent/0", 8, 12.0, draw=7, call="queued judge")
+    stopped = process("rollout/0", stopped=True, progress_age_s=9.0)
+    run = picture(WAITING, process("agent/0"), stopped, slots=(calls,))
+    assert run.ring is not None
+    run.look(replace(run.ring, beside={"judge": (stopped,)}), 0.0)
+    assert found(run) == (["learner", "agent/0", "rollout/0"], "kill -CONT 77")
+
+
 @given(runs)
 def test_a_chain_ends_at_a_root_and_names_no_process_twice(run: RunState) -> None:
     links = chain(run, 0.0)
