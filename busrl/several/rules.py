@@ -6,7 +6,7 @@ seats of one. Knows nothing of files but config.json of a model that follows ano
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -157,23 +157,34 @@ CHECKS = (*seat_rules.CHECKS, _models)
 
 
 class Shared(NamedTuple):
-    """A process of several models: its place among the entries of the file, its role, and their tags."""
+    """A process of several models: its place among the entries of the file, and that entry."""
 
     at: int
-    role: str
-    tags: Sequence[str]
+    entry: Mapping[str, Any]
+
+    @property
+    def role(self) -> str:
+        return str(self.entry["role"])
+
+    @property
+    def tags(self) -> Sequence[str]:
+        tags: Sequence[str] = self.entry["model"]
+        return tags
 
     def finding(self, rule: str, remedy: str) -> Finding:
         key = f"process.{self.at}.model"
         return Finding((key,), rule, remedy, value=f"{key} = {show(list(self.tags))}")
 
 
+DEVICE = "model.device"  # of a process that names none
 # Keys, or tables, that all models of one process have alike, and why.
-BASE = {"model.path": "there is one base, on which all adapters are", "model.dtype": "there is one base, in one type"}
+BASE = {"model.path": "there is one base, on which all adapters are", "model.dtype": "there is one base, in one type",
+        DEVICE: "one process computes on one device"}
 ALIKE = {
     "rollout": {**BASE, "generation.max_batch": "the rows of one engine are for all of its models",
                 "vllm": "one engine has one [vllm]"},
-    "learner": {**BASE, "learner.memory.attention": "there is one base, and one way to compute attention"},
+    "learner": {**BASE, "learner.memory.attention": "there is one base, and one way to compute attention",
+                "learner.memory.compile": "there is one base, and its passes are compiled or not"},
 }
 
 
@@ -181,14 +192,26 @@ def findings_of_shared(t: Topology, shared: Iterable[Shared]) -> Iterator[Findin
     """The rules about processes of several models. For an engine a model that only serves, and follows none, is the
     base itself."""
     for process in shared:
+        yield from _there(process)
         yield from _alike(t, process)
         for tag in process.tags:
             yield from _of_tag(t.of(tag), process)
 
 
+def _there(process: Shared) -> Iterator[Finding]:
+    """What starts a process that knows of several models: busrl itself does, here."""
+    if process.entry.get("count") == 0:
+        rule = f"no process {'serves' if process.role == 'rollout' else 'trains'} {' and '.join(process.tags)}"
+        yield process.finding(f"{rule}: count = 0", "a count of 1 or more: workers from outside have one model")
+    if process.entry.get("command"):
+        yield process.finding("a program of another kind has one model", "remove command, or an entry for each tag")
+
+
 def _alike(t: Topology, process: Shared) -> Iterator[Finding]:
     first, *others = process.tags
     for name, why in ALIKE[process.role].items():
+        if name == DEVICE and process.entry.get("device"):
+            continue
         value = _value(t.of(first), name)
         other = next((tag for tag in others if _value(t.of(tag), name) != value), "")
         if other:
@@ -213,3 +236,6 @@ def _of_tag(own: Topology, process: Shared) -> Iterator[Finding]:
         yield process.finding(rule, f'transport = "{BESIDE}" for it, {apart}')
     elif process.role == "learner" and own.ranks > 1:
         yield process.finding(f"a learner of several models has one rank, and ranks = {own.ranks}", "ranks = 1")
+    elif process.role == "learner" and own.lora.dropout:
+        rule = f"after a death would draw other chances of dropout for {own.tag}: the models draw in turns"
+        yield process.finding(f"a learner of several models {rule}", f"lora.dropout = 0 for it, {apart}")

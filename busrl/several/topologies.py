@@ -176,8 +176,8 @@ def _faults_of_shared(
         rule, remedy = f"only {' and '.join(OF_TAG)} are of one model", "remove it"
     elif role == "learner" and (served := [tag for tag in named if tag in frozen]):
         rule, remedy = f"{served[0]} only serves, and has no learner", "leave it out"
-    elif role == "rollout" and entry.get("engine", "torch") != ENGINE_OF_SEVERAL:
-        rule = "an engine of another kind has one model: the adapter goes into its weights"
+    elif role == "rollout" and (engine := entry.get("engine", "torch")) != ENGINE_OF_SEVERAL:
+        rule = f"engine = {show(engine)} has one model"
         remedy = f'engine = "{ENGINE_OF_SEVERAL}", or an entry for each tag'
     else:
         return
@@ -254,7 +254,7 @@ def _shared(source: Source, rows: Sequence[Row], lead: Row) -> dict[int, tuple[s
 
 def _lists(source: Source, shared: Mapping[int, tuple[str, ...]]) -> list[Shared]:
     """Processes of several models as they are in the file."""
-    return [Shared(at, _entries(source)[at]["role"], _entries(source)[at]["model"]) for at in shared]
+    return [Shared(at, _entries(source)[at]) for at in shared]
 
 
 def _sharing(

@@ -61,7 +61,8 @@ def test_a_model_that_only_serves_is_the_base_of_the_engine(read: Read) -> None:
 
 
 @pytest.mark.parametrize(("text", "overrides", "rule", "remedy"), [
-    (MODELS + SHARED, ["process.rollout.engine=torch"], "an engine of another kind has one model", 'engine = "vllm"'),
+    (MODELS + SHARED, ["process.rollout.engine=torch"], 'engine = "torch" has one model', 'engine = "vllm"'),
+    (MODELS + SHARED.replace('engine = "vllm"\n', ""), [], 'engine = "torch" has one model', 'engine = "vllm"'),
     (MODELS + SHARED.replace("judge", "nobody"), [], 'no [[model]] has the tag "nobody"', "there are solver, judge"),
     (MODELS + SHARED.replace('"judge", ', ""), [], "a list has two tags or more", "without brackets"),
     (MODELS + SHARED.replace("judge", "solver"), [], "each once", "without brackets"),
@@ -82,6 +83,12 @@ def test_a_model_that_only_serves_is_the_base_of_the_engine(read: Read) -> None:
     (MODELS + SHARED, ["model.judge.generation.max_batch=3"], "the rows of one engine are for all of its models",
      "the same generation.max_batch for all"),
     (MODELS + SHARED, ["model.judge.vllm.block_size=64"], "one engine has one [vllm]", "the same vllm for all"),
+    (MODELS + SHARED + "count = 0\n", [], "no process serves judge and solver", "count of 1 or more"),
+    (MODELS + SHARED + 'command = ["true"]\n', [], "a program of another kind has one model", "remove command"),
+    (MODELS + LEARNER, ["model.judge.device=cuda"], 'judge has "cuda", solver "auto"', "the same model.device"),
+    (MODELS + SHARED, ["model.judge.device=cuda"], "one process computes on one device", "the same model.device"),
+    (MODELS + LEARNER, ["model.judge.learner.memory.compile=true"], "its passes are compiled or not",
+     "the same learner.memory.compile"),
 ])
 def test_models_that_one_engine_cannot_have_are_refused(
     read: Read, text: str, overrides: list[str], rule: str, remedy: str
@@ -90,6 +97,18 @@ def test_models_that_one_engine_cannot_have_are_refused(
     line = max(at for at, row in enumerate((HEAD + text).splitlines(), 1) if "model = [" in row)
     found = [problem for problem in problems if rule in problem and remedy in problem]
     assert found and any(f":{line}: process." in problem for problem in found), problems
+
+
+def test_models_on_the_device_of_their_process_may_name_others(read: Read) -> None:
+    t = read(MODELS + LEARNER + 'device = "cpu"\n', "model.judge.device=cuda")
+    assert [t.of(tag).device_of("learner") for tag in t.tags] == ["cpu", "cpu"]
+
+
+def test_dropout_is_refused_in_a_learner_of_several_models(read: Read) -> None:
+    problems = refused(read, MODELS + LEARNER, "model.judge.lora.dropout=0.1")
+    rule, remedy = "a death would draw other chances of dropout for judge: the models draw in turns", "lora.dropout = 0"
+    assert any(rule in problem and remedy in problem for problem in problems), problems
+    assert read(MODELS, "model.judge.lora.dropout=0.1").of("judge").lora.dropout == 0.1
 
 
 def test_a_follower_has_an_engine_of_its_own(read: Read) -> None:

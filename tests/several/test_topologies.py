@@ -192,7 +192,7 @@ REFUSED: list[tuple[str, str, str]] = [
     (SOLVER + SERVED + AGENT + '[[process]]\nrole = "learner"\nmodel = "judge"\n', 'model = "judge"',
      "only serves has no learner"),
     (SOLVER + JUDGE + AGENT + '[[process]]\nrole = "rollout"\nmodel = ["solver", "judge"]\n', "model = [",
-     "engine of another kind has one model"),
+     'engine = "torch" has one model'),
     (SOLVER + SERVED + AGENT + '[[process]]\nrole = "rollout"\nmodel = "judge"\ncount = 0\n', "[[process]]",
      "no process serves judge"),
     (SOLVER + JUDGE + AGENT + '[[process]]\nrole = "learner"\nmodel = "judge"\nranks = 2\n', "[[process]]",
