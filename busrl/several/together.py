@@ -4,7 +4,8 @@ It has one actor per model, each with the ring, the weights and the topology of 
 comes. Talks to the rings of its models. Knows nothing of what the actors do, or of their turns.
 
 - A model's actor is the one of a process of its own: what it does there, it does here.
-- The process belongs to its first model, by whose ring launch judges it: long work for another is declared there too.
+- The process belongs to its first model, by whose ring launch judges it. At work for one model it is late for none:
+  long work, and that it goes on, is shown in the rings of all.
 - Its death is that of the actors of all: each does what it does after a death of its own.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from busrl.bus import Endpoint
 from busrl.protocol import messages as m
@@ -22,22 +24,27 @@ from busrl.roles.ledgers import Ledger
 from busrl.topology import Topology
 
 
-class DeclaredTwice(Shown):
-    """Shows the work of the part for one model in that model's ring; long work, and that it goes on, in the ring of the
-    process too."""
+class ShownToAll(Shown):
+    """Shows the work of the part for one model: what it usually does in that model's table, `own`; long work, and that
+    it goes on, in the `tables` of all models of the process, which wait for it meanwhile."""
 
-    def __init__(self, ring: Ring, of_process: Shown) -> None:
+    def __init__(self, ring: Ring, own: Shown, tables: Sequence[Shown]) -> None:
         super().__init__(ring)
-        self._of_process = of_process
-
-    def progress(self) -> None:
-        self._of_process.progress()
-        super().progress()
+        self._own, self._tables = own, tables
 
     @contextlib.contextmanager
     def activity(self, name: str, deadline_s: float) -> Iterator[None]:
-        with self._of_process.activity(name, deadline_s), super().activity(name, deadline_s):
+        with contextlib.ExitStack() as declared:
+            for table in self._tables:
+                declared.enter_context(table.activity(name, deadline_s))
             yield
+
+    def progress(self) -> None:
+        for table in self._tables:
+            table.progress()
+
+    def usually(self, text: str, again: bool = False) -> None:
+        self._own.usually(text, again)
 
 
 class Together(Actor):
@@ -45,15 +52,22 @@ class Together(Actor):
 
     members: Sequence[Part] = ()
 
+    def __init__(self, run_dir: str | Path, name: str, parts: Parts | None = None) -> None:
+        super().__init__(run_dir, name, parts)
+        self._tables: list[Shown] = []  # where it shows its work, by model
+
     def parts_of(self, topology: Topology) -> tuple[Parts, Shown]:
         """Parts that the actor of a model works with, and the table in which it shows its work."""
         if topology.tag == self.topology.tag:
             fates, checked = (None, None) if topology.frozen else (self.fates, self.validate_fates)
-            return Parts(topology, self.ring, self.bus, fates, checked, topology.beside), self.shown
+            self._tables.append(self.shown)
+            own = Parts(topology, self.ring, self.bus, fates, checked, topology.beside)
+            return own, ShownToAll(self.ring, self.shown, self._tables)
         ring, fates, checked = self._attached(topology)
         self.other_rings.append(ring)
         parts = Parts(topology, ring, self.bus_of(topology), fates, checked, topology.beside)
-        return parts, DeclaredTwice(ring, self.shown)
+        self._tables.append(Shown(ring))
+        return parts, ShownToAll(ring, self._tables[-1], self._tables)
 
     def _attached(self, topology: Topology) -> tuple[Ring, Fates | None, Fates | None]:
         """The ring of another model, with an entry for this process, and its fates."""

@@ -47,13 +47,41 @@ def test_a_learner_of_one_model_is_done_without_the_others(tmp_path: Path, read:
         assert run.has_made_steps("learner/judge") and not run.has_made_steps("learner")
 
 
+def parts_of(run: OpenRun) -> Parts:
+    bus = Endpoint("learner", run.paths.frontend, run.paths.backend, subscribe=[], hwm=100)
+    return Parts(run.topology, run.ring, bus, run.fates, run.validate_fates)
+
+
 def learner_of(run: OpenRun) -> SharedLearner:
     """The learner's process in its next life."""
-    bus = Endpoint("learner", run.paths.frontend, run.paths.backend, subscribe=[], hwm=100)
-    process = SharedLearner(
-        run.paths.root, "learner", Parts(run.topology, run.ring, bus, run.fates, run.validate_fates))
+    process = SharedLearner(run.paths.root, "learner", parts_of(run))
     process.setup()
     return process
+
+
+def test_a_long_step_of_one_model_is_progress_in_all_rings(tmp_path: Path, read: Read) -> None:
+    third = JUDGE.replace("judge", "third")
+    listed = LEARNER.replace('"solver"', '"solver", "third"')
+    with opened(tmp_path / "run", read(LORA + SOLVER + JUDGE + third + AGENT + listed)) as run:
+        run.ring.register("learner", "learner")
+        process = SharedLearner(run.paths.root, "learner", parts_of(run))
+        shown = [process.parts_of(each.topology)[1] for each in run.every]
+
+        def entries() -> list[tuple[str, int, int]]:
+            tables = [[entry for entry in each.ring.processes() if entry.label == "learner"] for each in run.every]
+            return [(entry.activity, round(entry.deadline_s), entry.progress) for (entry,) in tables]
+
+        for at, of_one in enumerate(shown):
+            of_one.usually(f"waits: {at}")
+        usual = [(f"waits: {at}", 0) for at in range(3)]
+        for of_one in shown:
+            before = entries()
+            assert [entry[:2] for entry in before] == usual
+            with of_one.activity("step", 60.0), of_one.activity("checkpoint", 30.0):
+                assert {entry[:2] for entry in entries()} == {("checkpoint", 30)}
+                of_one.progress()
+            assert all(now[2] > then[2] for now, then in zip(entries(), before)), "launch and engines see it go on"
+        process.close_rings()
 
 
 def test_a_solved_model_is_not_begun_again_after_a_death(shared: OpenRun) -> None:
