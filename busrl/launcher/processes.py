@@ -134,7 +134,7 @@ class Deaths:
         process, ring = self._names[child.name], self._run.of_process(child.name).ring
         match process.role:
             case "learner" | "rank":
-                return ring.header(HeaderWord.STEP)
+                return sum(each.ring.header(HeaderWord.STEP) for each in self._run.of_models(child.name))
             case "scheduler":
                 return sum(each.ring.stats().dispatched for each in self._run.trained())
             case "validator":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,10 @@ from tagged import AGENT, JUDGE, SOLVER, Read
 from test_model_directories import opened
 
 from busrl.bus import Endpoint
+from busrl.launcher.processes import Deaths
 from busrl.launcher.rundir import OpenRun
+from busrl.launcher.summary import EventLog, Journal
+from busrl.launcher.supervisor import Child, Exit
 from busrl.roles.actor import Parts
 from busrl.several.shared_learner import SharedLearner
 from busrl.states import HeaderWord, RunPhase
@@ -57,6 +62,29 @@ def learner_of(run: OpenRun) -> SharedLearner:
     process = SharedLearner(run.paths.root, "learner", parts_of(run))
     process.setup()
     return process
+
+
+def deaths_until_given_up(run: OpenRun, most: int, step: Callable[[int], None]) -> int:
+    """Deaths of the learner after it was ready until the run ends for them, `step` done before each; `most` at most."""
+    names = {process.name: process for process in run.topology.processes()}
+    child = Child("learner", run.topology.limits)
+    journal = Journal(run.paths, lambda line: None, EventLog(run.paths, [child], [child.name]))
+    deaths = Deaths(run, names, journal)
+    with closing(journal):
+        for at in range(most):
+            step(at)
+            child.started(1, 0.0)
+            child.became_ready()
+            if deaths.judge(child, Exit(1)):
+                return at
+    return most
+
+
+def test_steps_of_any_model_are_work_of_a_shared_learner(shared: OpenRun) -> None:
+    most = 3 * shared.topology.limits.crash_attempts
+    for each in shared.every:
+        assert deaths_until_given_up(shared, most, partial(each.ring.set_header, HeaderWord.STEP)) == most
+    assert deaths_until_given_up(shared, most, lambda at: None) < most
 
 
 def test_a_long_step_of_one_model_is_progress_in_all_rings(tmp_path: Path, read: Read) -> None:
