@@ -50,9 +50,9 @@ def due(every: int, version: int) -> bool:
 
 
 def workers(topology: Topology) -> set[str]:
-    """The processes that may answer, by the names that they have on the bus."""
+    """The processes that may answer for this model, by the names that they have on the bus."""
     own = (process.name for process in topology.processes()
-           if process.role == "rollout" and process.spec.serves == "all")
+           if process.role == "rollout" and process.spec.serves == "all" and topology.tag in topology.tags_of(process))
     return {name.replace("/", "-") for name in (*own, *topology.served_by)}
 
 

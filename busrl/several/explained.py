@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from busrl.preflight import memory
 from busrl.system import device
-from busrl.topology.schema import ProcessName, Topology, has_model
+from busrl.topology.schema import Topology, has_model
 
 
 def lines(t: Topology) -> Iterator[str]:
@@ -30,7 +30,7 @@ def _of_tag(t: Topology, own: Topology) -> Iterator[str]:
         back = f", {follow.back} back" if follow.back else ""
         what = f"checkpoints of {follow.model}, every {follow.every} steps{back}"
     names = ", ".join(process.name for process in t.processes()
-                      if has_model(process.spec) and own.tag in _tags_of(t, process)) or "no process here"
+                      if has_model(process.spec) and own.tag in t.tags_of(process)) or "no process here"
     yield f"  {own.tag} ({what}): {own.model.path}, plays {', '.join(own.seats)}, {names}"
     if not own.beside:
         return  # the rest of the page is about the lead
@@ -42,17 +42,12 @@ def _of_tag(t: Topology, own: Topology) -> Iterator[str]:
     yield from (f"    {line}" for line in (*own.derived.explain, *memory.lines(own)))
 
 
-def _tags_of(t: Topology, process: ProcessName) -> tuple[str, ...]:
-    """The models that a process works for, from its entry: `models_of` would look for it first."""
-    return process.spec.model if isinstance(process.spec.model, tuple) else (t.tag_of(process.name),)
-
-
 def _devices(t: Topology) -> Iterator[str]:
     """The learners' memory, added up for each kind of device that several of them share. One of several adapters has
     their base once."""
     sizes: dict[str, dict[str, int]] = {}
     for process in (process for process in t.processes() if process.role == "learner"):
-        together = _tags_of(t, process)
+        together = t.tags_of(process)
         kind = device.expected(t.device_of(process.name))
         sizes.setdefault(kind, {})[" and ".join(together)] = memory.together([t.of(tag) for tag in together])
     for kind, tags in sizes.items():

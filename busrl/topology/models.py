@@ -17,7 +17,7 @@ from busrl.topology.prompts import Validation
 
 if TYPE_CHECKING:
     from busrl.paths import RunPaths
-    from busrl.topology.schema import Model, Process, Run, Tag, Topology
+    from busrl.topology.schema import Model, Process, ProcessName, Run, Tag, Topology
 
 OF_TAG = ("learner", "rollout")  # the roles whose processes belong to one model
 ONLY_SEAT = "policy"  # the seat of a model that has no other name
@@ -129,8 +129,13 @@ class SeveralModels:
     def models_of(self, process: str) -> tuple[str, ...]:
         """The models that a process of this name works for, the one it belongs to first."""
         topology = cast("Topology", self)
-        shared = next((each.spec.model for each in topology.processes() if each.name == process), "")
-        return shared if isinstance(shared, tuple) else (self.tag_of(process),)
+        found = next((each for each in topology.processes() if each.name == process), None)
+        return self.tags_of(found) if found else (self.tag_of(process),)
+
+    def tags_of(self, process: ProcessName) -> tuple[str, ...]:
+        """The models of a process that is listed (`models_of`)."""
+        shared = process.spec.model
+        return shared if isinstance(shared, tuple) else (self.tag_of(process.name),)
 
     def paths_of(self, tag: str, paths: RunPaths) -> RunPaths:
         """The paths of a model; `paths`: those of the run, which are the lead's."""

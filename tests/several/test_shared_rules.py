@@ -43,6 +43,14 @@ def test_a_shared_engine_is_one_process_of_the_lead(read: Read) -> None:
         assert Topology.from_json(each.to_json()) == each
 
 
+def test_a_learner_awaits_no_engine_of_another_model(read: Read) -> None:
+    apart = read(SOLVER + JUDGE + AGENT)
+    assert workers(apart) == {"rollout-0"} and workers(apart.of("judge")) == {"rollout-1"}
+    own = '[[process]]\nrole = "rollout"\nengine = "vllm"\nmodel = "judge"\n'
+    t = read(MODELS + SHARED + own)
+    assert workers(t) == {"rollout-0"} and workers(t.of("judge")) == {"rollout-0", "rollout-1"}
+
+
 def test_numbers_go_on_after_the_shared_ones(read: Read) -> None:
     own = '[[process]]\nrole = "rollout"\nengine = "vllm"\nmodel = "judge"\n'
     t = read(MODELS + BASE + SHARED.replace('"solver"]', '"solver"]\ncount = 2') + own)
