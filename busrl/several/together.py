@@ -141,5 +141,8 @@ class Part(Actor):
     ) -> None:
         super().warn(where, f"{self.topology.tag}: {text}", severity, kind, uids, traceback)
 
+    def keep_lock(self) -> None:
+        self.process.keep_lock()
+
     def _heartbeat(self) -> None:
         self.process.beat()

@@ -17,8 +17,10 @@ from busrl.launcher.rundir import OpenRun
 from busrl.launcher.summary import EventLog, Journal
 from busrl.launcher.supervisor import Child, Exit
 from busrl.roles.actor import Parts
-from busrl.several.shared_learner import SharedLearner
+from busrl.roles.process import RoleLock
+from busrl.several.shared_learner import Member, SharedLearner
 from busrl.states import HeaderWord, RunPhase
+from busrl.training.model import load
 
 LORA = '[lora]\nrank = 4\n[weights]\ntransport = "lora_hotswap"\n'
 LEARNER = '[[process]]\nrole = "learner"\nmodel = ["judge", "solver"]\n'
@@ -110,6 +112,25 @@ def test_a_long_step_of_one_model_is_progress_in_all_rings(tmp_path: Path, read:
                 of_one.progress()
             assert all(now[2] > then[2] for now, then in zip(entries(), before)), "launch and engines see it go on"
         process.close_rings()
+
+
+class Locked(SharedLearner):
+    """The process with its lock, as `main` holds it."""
+
+    def __init__(self, run: OpenRun) -> None:
+        super().__init__(run.paths.root, "learner", parts_of(run))
+        self._lock = RoleLock(self.paths, self.worker_id)
+        assert self._lock.acquire(self.ring, lambda: False)
+
+
+def test_a_part_looks_at_the_lock_of_its_process(shared: OpenRun) -> None:
+    process, lock = Locked(shared), shared.paths.lock("learner")
+    for each in shared.every:
+        member = Member(process, each.topology, load)
+        lock.unlink()
+        member.keep_lock()  # before it commits a step
+        assert lock.exists(), each.topology.tag
+    process.close_rings()
 
 
 def test_a_solved_model_is_not_begun_again_after_a_death(shared: OpenRun) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 from tagged import AGENT, HEAD, JUDGE, SOLVER, Read
 
@@ -9,6 +12,8 @@ from busrl.engines import vllm_versions
 from busrl.errors import TopologyError, UserError
 from busrl.preflight import changeable, explain
 from busrl.quickstart.cache import ensure
+from busrl.roles.learner.models import Models
+from busrl.roles.learner.parity import Parity
 from busrl.roles.probes import workers
 from busrl.topology import Topology
 
@@ -49,6 +54,12 @@ def test_a_learner_awaits_no_engine_of_another_model(read: Read) -> None:
     own = '[[process]]\nrole = "rollout"\nengine = "vllm"\nmodel = "judge"\n'
     t = read(MODELS + SHARED + own)
     assert workers(t) == {"rollout-0"} and workers(t.of("judge")) == {"rollout-0", "rollout-1"}
+
+
+def test_answers_of_a_shared_engine_are_held_to_the_learners(read: Read) -> None:
+    t, models = read(MODELS + SHARED), cast(Models, SimpleNamespace())
+    for tag in t.tags:  # only where workers from outside answer nothing is known of their model
+        assert Parity(t.of(tag), models).mismatch_limit == t.of(tag).learner.mismatch_limit > 0, tag
 
 
 def test_numbers_go_on_after_the_shared_ones(read: Read) -> None:

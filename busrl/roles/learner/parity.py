@@ -300,7 +300,8 @@ class Parity:
     def __init__(self, topology: Topology, models: Models) -> None:
         self.config, self._models = topology.learner.parity, models
         entries = [entry for entry in topology.process if entry.role == "rollout"]
-        with_model = all(bool(ENGINES[entry.engine].model) and entry.count and not entry.command for entry in entries)
+        started = all((entry.count or entry.model) and not entry.command for entry in entries)  # for several: elsewhere
+        with_model = started and all(ENGINES[entry.engine].model for entry in entries)
         self.mismatch_limit = topology.learner.mismatch_limit if with_model else 0.0
         self.tolerance = self.config.limit or tolerance(topology)
         self._silent, self._mixed = not probes.comparable(topology), mixed(topology)
