@@ -255,4 +255,4 @@ class ControlDesk:
             phases = [own.ring.header(HeaderWord.RUN_STATE) for own in owns]
             if RunPhase.RUNNING not in phases:
                 return True
-        return line.verb == "checkpoint" and bool(line.steps) and not {own.topology.tag for own in owns} & {*line.steps}
+        return line.verb == "checkpoint" and bool(line.steps) and not {own.topology.tag for own in owns} & line.by_tag.keys()
