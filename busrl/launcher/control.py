@@ -250,9 +250,7 @@ class ControlDesk:
     def _is_spared(self, line: ControlLine, name: str) -> bool:
         """Tell whether a process needs to take up nothing: a learner whose models have all ended, or, for a checkpoint,
         a process of other models than those that it is about."""
-        owns = self._run.of_models(name)
-        if self._processes[name].role == "learner":
-            phases = [own.ring.header(HeaderWord.RUN_STATE) for own in owns]
-            if RunPhase.RUNNING not in phases:
-                return True
-        return line.verb == "checkpoint" and bool(line.steps) and not {own.topology.tag for own in owns} & line.by_tag.keys()
+        owns = {own.topology.tag: own.ring.header(HeaderWord.RUN_STATE) for own in self._run.of_models(name)}
+        if self._processes[name].role == "learner" and RunPhase.RUNNING not in owns.values():
+            return True
+        return line.verb == "checkpoint" and bool(line.steps) and not owns.keys() & line.by_tag.keys()
