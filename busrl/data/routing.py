@@ -45,6 +45,8 @@ def _has_experts(text: Mapping[str, Any], layer: int) -> bool:
         return False
     if isinstance(step, int) and step > 0 and (layer + 1) % step:
         return False
+    if isinstance(kinds := text.get("mlp_layer_types"), list):  # a word for each layer
+        return layer < len(kinds) and kinds[layer] != "dense"
     if isinstance(every, list):  # a flag for each layer
         return layer < len(every) and bool(every[layer])
     if isinstance(every, int) and every > 0 and layer % every:

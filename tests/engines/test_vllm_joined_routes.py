@@ -181,12 +181,29 @@ def test_the_files_of_a_vllm_say_whether_it_can_give_routes(files: Any) -> None:
     ("cpu", "auto", {"speculative_config": "{}"}, "speculative_config"),
     ("cuda", "auto", {"pipeline_parallel_size": "2"}, "pipeline_parallel_size"),
     ("cuda", "auto", {"pipeline_parallel_size": "1", "speculative_config": "{}"}, ""),
+    ("cuda", "auto", {"kv_transfer_config": '{"kv_connector": "NixlConnector"}'}, "kv_transfer_config"),
+    ("cuda", "auto", {"kv_transfer_config": '{"kv_connector": "OffloadingConnector"}'}, ""),
 ])
 def test_arguments_with_which_no_routes_come_are_named(
     files: Any, device: str, eager: str, extra: dict[str, str], said: str
 ) -> None:
     why = routes_fault(device, eager, extra)
     assert said in why and bool(why) == bool(said)
+
+
+@pytest.mark.parametrize("wrong", [256, -256])
+def test_ids_that_no_byte_holds_give_no_rows(wrong: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As a byte they would be other experts, which nobody could tell."""
+    routes, running = Routes(Workers(), ROUTING, native=True, skips=True), answer(3)
+    running.routed = rows_of(9).astype(np.int32)
+    running.routed[-1, 1, 0] += wrong
+    joined(routes, running)
+    assert running.finished(Finish.EOS).routes is None
+    assert f"vLLM named expert {wrong}, and the model has 8" in caplog.text
+    sound = answer(3, key=2)
+    sound.routed = rows_of(9).astype(np.int32)
+    joined(routes, sound)
+    assert sound.finished(Finish.EOS).routes.dtype == np.uint8
 
 
 def test_another_python_answers_for_its_own_vllm(files: Any) -> None:

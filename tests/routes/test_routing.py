@@ -24,6 +24,7 @@ SHAPE = Routing((0, 2, 5), 6, 2)
     ({**DEEPSEEK, "moe_layer_freq": 1}, (3, 4)),
     ({**DEEPSEEK, "moe_layer_freq": 2, "first_k_dense_replace": 0}, (0, 2, 4)),
     ({**DEEPSEEK, "moe_layer_freq": [0, 1, 1, 0], "first_k_dense_replace": 0}, (1, 2)),
+    ({**DEEPSEEK, "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "hash_moe"]}, (1, 3, 4)),
     ({"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 2}, (0, 1)),
 ])
 def test_layers_with_experts_are_those_of_the_config(config: dict[str, Any], layers: tuple[int, ...]) -> None:

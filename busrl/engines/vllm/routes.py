@@ -104,8 +104,13 @@ class Routes:
                         len(running.token_ids))
 
     def _of_experts(self, rows: Rows) -> Rows | None:
-        """vLLM's own array without the layers that have no experts; None if it is none of this model."""
+        """vLLM's own array without the layers that have no experts; None if it is none of this model. An id that the
+        number type of routes does not hold would become another expert's."""
         layers = list(self._routing.layers)
         if rows.ndim != 3 or rows.shape[1] <= layers[-1] or rows.shape[2] != self._routing.top_k:
             return None
-        return np.ascontiguousarray(rows[:, layers], self._routing.dtype)
+        chosen, most = rows[:, layers], np.iinfo(self._routing.dtype).max
+        if chosen.dtype != self._routing.dtype and (wrong := chosen[(chosen < 0) | (chosen > most)]).size:
+            log.warning("vLLM named expert %d, and the model has %d", wrong[0], self._routing.experts)
+            return None
+        return np.ascontiguousarray(chosen, self._routing.dtype)
