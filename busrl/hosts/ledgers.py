@@ -54,7 +54,7 @@ from busrl.hosts.desk import (
 )
 from busrl.protocol import messages as m
 from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, state_of
-from busrl.ring.calls import GIVES, ROUTES, CallDetails, read_ids, write_answer, write_refusal
+from busrl.ring.calls import ROUTES, CallDetails, asks_for_routes, read_ids, write_answer, write_refusal
 from busrl.roles import answers, episodes
 from busrl.roles.answers import SegmentCuts
 from busrl.scheduling.admission import Lines, Unbegun
@@ -402,7 +402,7 @@ class CallLedger(RingEntries):
     def _routes_from(self, slot: int) -> int | None:
         """The first position whose routes a call asks for; None if it asks for none."""
         extra, ids = self._details(slot).extra, len(self.ring.get(slot, "prompt_ids"))
-        if self.samples.routed is None or extra.get(GIVES) != [*ROUTES]:
+        if self.samples.routed is None or not asks_for_routes(extra):
             return None
         have = extra.get("routes_from", 0)
         if not isinstance(have, int) or not 0 <= have < ids:

@@ -18,7 +18,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -40,6 +40,12 @@ WAIT_S, LOOK_S = 0.5, 0.05
 GIVES = "gives"  # of a call's `extra`: names of tensors that are to come with the answer, as
 ROUTES = ("routes", "prompt_routes")  # where engines say which experts they chose (`busrl.engines.base.Finished`)
 ANSWER = {"tokens": np.dtype(np.int32), "logprobs": np.dtype(np.float32), "versions": np.dtype(np.uint32)}
+
+
+def asks_for_routes(extra: Mapping[str, Any]) -> bool:
+    """Tell whether the caller of a call with this `extra` wants routes with the answer."""
+    given = extra.get(GIVES)
+    return isinstance(given, list) and set(ROUTES) <= {name for name in given if isinstance(name, str)}
 
 
 class CallDetails(msgspec.Struct, omit_defaults=True):

@@ -35,7 +35,7 @@ from busrl.errors import DataError, SharedMemoryFull, SlotTooSmall, UserError
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
-from busrl.ring.calls import GIVES, ROUTES, CallDetails, read_ids, write_answer, write_refusal
+from busrl.ring.calls import CallDetails, asks_for_routes, read_ids, write_answer, write_refusal
 from busrl.roles import answers
 from busrl.roles.actor import Doorbell
 from busrl.roles.answers import UNREADABLE, SegmentCuts
@@ -339,8 +339,7 @@ class CallIntake(Intake):
         if not isinstance(have, int) or not 0 <= have < len(ids):
             self._drop(slot, word, Fate.MALFORMED, f"routes_from = {have!r} of {len(ids)} ids: must be one of them")
             return None
-        given = details.extra.get(GIVES)
-        routed = isinstance(given, list) and ROUTES[0] in given
+        routed = asks_for_routes(details.extra)
         self.claimed[slot] = ClaimedCall(word, time.monotonic_ns(), listener, routed=routed)
         return Request(
             key=slot, uid=line["uid"], segment=details.stream, prompt_ids=ids, prefix_ids=NO_IDS,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from busrl.errors import UserError
 from busrl.ledger.wal import Record
-from busrl.roles.learner.observers import FinishedStep, LearnerParts, RestingGroup, StepObserver
+from busrl.roles.learner.observers import ComingStep, FinishedStep, LearnerParts, RestingGroup, StepObserver
 from busrl.teachers.base import Pending, Taught
 from busrl.teachers.posted import Store
 from busrl.training.batch import Sample
@@ -52,18 +52,25 @@ class Posted:
 
 
 class PostedFiles(StepObserver):
-    """Removes the files of groups that ended: of a trained one when two checkpoints have followed its step."""
+    """Removes the files of groups that ended: of a trained one when two checkpoints have followed its step, of one that
+    this learner did not end when it was there at the step before and no open group has a lower draw."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._waiting: list[int] = []  # trained since the last checkpoint,
         self._covered: list[int] = []  # and before it
+        self._there: set[int] = set()  # at the step before, so that the view of the next one has their groups
 
     def load(self, meta: Mapping[str, Any], folder: Path) -> None:
         self._covered = [int(draw) for draw in meta.get(UNDELETED, [])]
 
     def replayed(self, record: Record, stats: StepStats) -> None:
         self._waiting += record.groups
+
+    def before(self, step: ComingStep) -> None:
+        needed, first = {*self._covered, *self._waiting, *step.record.groups}, min(step.view.draws.tolist(), default=0)
+        self._store.remove(draw for draw in self._there - needed if draw < first)
+        self._there = {*self._store.draws()}
 
     def after(self, step: FinishedStep, row: Mapping[str, Any]) -> None:
         self._waiting += step.record.groups

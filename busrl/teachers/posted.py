@@ -59,6 +59,10 @@ class Store:
             raise UserError(f"{self._path(draw)}: it has {len(members)} members, and no member {member}")
         return members[member]
 
+    def draws(self) -> Iterable[int]:
+        """The draws that have a file."""
+        return (int(path.stem) for path in self.folder.glob("*.taught") if path.stem.isdigit())
+
     def remove(self, draws: Iterable[int]) -> None:
         for draw in draws:
             with contextlib.suppress(OSError):

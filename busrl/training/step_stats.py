@@ -176,8 +176,9 @@ class Tally:
         self._real += sum(len(piece.ids) for piece in pieces_of(samples))
 
     def add_routes(self, counts: Tensor | None) -> None:
-        """Count the routes of a micro-batch, where it has any."""
+        """Count the routes of a micro-batch, where it has any. Counts of samples without are made on the host."""
         if counts is not None:
+            counts = counts.to(self._device)
             self._routes = counts if self._routes is None else self._routes + counts
 
     @property

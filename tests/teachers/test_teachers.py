@@ -408,6 +408,24 @@ def test_tokens_that_a_teacher_did_not_name_count_nothing() -> None:
     assert slope[0, 2] == 0 and slope[0, 0] != 0
 
 
+def test_files_of_groups_that_others_ended_go_when_all_before_have_ended(tmp_path: Path) -> None:
+    store = Store(tmp_path / "taught")
+    watch = PostedFiles(store)
+
+    def step(trained: int, *still_open: int) -> set[int]:
+        record, view = SimpleNamespace(groups=[trained]), SimpleNamespace(draws=np.array([trained, *still_open]))
+        watch.before(SimpleNamespace(record=record, view=view))  # type: ignore[arg-type]
+        watch.after(SimpleNamespace(record=record), {})  # type: ignore[arg-type]
+        return {int(path.stem) for path in store.folder.iterdir()}
+
+    for draw in (1, 2, 3, 5):
+        store.write(draw, [])
+    assert step(3, 5) == {1, 2, 3, 5}, "1 and 2 may have been written after the view was made"
+    store.write(4, [])
+    assert step(5, 7) == {3, 4, 5}, "those of steps wait for checkpoints"
+    assert step(7) == {3, 5}
+
+
 def test_files_of_posted_teachers_go_two_checkpoints_after_their_step(tmp_path: Path) -> None:
     store = Store(tmp_path / "taught")
     watch = PostedFiles(store)
