@@ -25,7 +25,8 @@ VERBS = ("stop", "pause", "resume", "checkpoint", "set", "scale")
 
 class ControlLine(msgspec.Struct):
     """A request, and the answer. Values are TOML text; those of `scale` are of its `process.ROLE.count`.
-    `step`: the run's when it was asked; `steps`: in a run of several models those of the ones that it is about."""
+    `step`: the run's when it was asked; `steps`: in a run of several models those of all that learn, of a checkpoint
+    those of the models that write one."""
 
     id: str
     verb: str
@@ -41,7 +42,7 @@ class ControlLine(msgspec.Struct):
 
     @property
     def by_tag(self) -> dict[str, int]:
-        """The step of each model that it is about; of the only one under an empty tag."""
+        """The steps by tag; that of the only model under an empty one."""
         return self.steps or {"": self.step}
 
     @property

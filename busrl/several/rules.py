@@ -199,7 +199,7 @@ def findings_of_shared(t: Topology, shared: Iterable[Shared]) -> Iterator[Findin
 
 
 def _there(process: Shared) -> Iterator[Finding]:
-    """What starts a process that knows of several models: busrl itself does, here."""
+    """Report a process that knows nothing of several models: one from outside, or another program."""
     if process.entry.get("count") == 0:
         rule = f"no process {'serves' if process.role == 'rollout' else 'trains'} {' and '.join(process.tags)}"
         yield process.finding(f"{rule}: count = 0", "a count of 1 or more: workers from outside have one model")

@@ -1,7 +1,7 @@
 """A learner for several models of one base: the base is in memory once, each model has its adapter.
 
-A `Member` is the learner of one model, with its own adapter, optimiser, plan, log and publisher. Talks to the models by
-the function that reads them (`Bases`). Knows nothing of what a step is.
+A `ModelLearner` is the learner of one model, with its own adapter, optimiser, plan, log and publisher. Talks to the
+models by the function that reads them (`Bases`). Knows nothing of what a step is.
 
 - Steps are made in turns: at any time one model is trained.
 - A model whose steps are made ends by itself, and is not begun again after a death; the process ends with the last.
@@ -41,7 +41,7 @@ class Bases:
         return copy.deepcopy(model, shared)
 
 
-class Member(Part, Learner):
+class ModelLearner(Part, Learner):
     """The learner of one of the models."""
 
     def __init__(self, process: Together, topology: Topology, read: Read) -> None:
@@ -60,7 +60,7 @@ class SharedLearner(Together):
 
     def setup(self) -> None:
         bases = Bases()
-        members = [Member(self, self.whole.of(tag), bases.read) for tag in self.whole.models_of(self.name)]
+        members = [ModelLearner(self, self.whole.of(tag), bases.read) for tag in self.whole.models_of(self.name)]
         self.set_up([member for member in members if not self._left_out(member)])
         if not self.members:
             self.stop("all steps are done")

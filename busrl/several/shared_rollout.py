@@ -1,7 +1,7 @@
 """A rollout for several models of one base: one vLLM that has the adapters of all.
 
-A `Member` is the rollout of one model: it has the calls, the probes and the versions of that model, and a share of the
-engine (`shared_engine`). Knows nothing of samples or of what an engine does.
+A `ModelRollout` is the rollout of one model: it has the calls, the probes and the versions of that model, and a share
+of the engine (`shared_engine`). Knows nothing of samples or of what an engine does.
 
 - Members take turns at the free rows. A call that may kill the engine runs when nothing of any model is in it.
 - Nobody waits for another's version: one that finds no place is looked for again in the next turn.
@@ -38,7 +38,7 @@ class SharedCalls(CallIntake):
         return answers.claim_queued(self.ring, None, room, idle)
 
 
-class Member(Part, Rollout):
+class ModelRollout(Part, Rollout):
     """The rollout of one of the models."""
 
     intake_of_calls = SharedCalls
@@ -74,7 +74,7 @@ class SharedRollout(Together):
     def setup(self) -> None:
         topologies = [self.whole.of(tag) for tag in self.whole.models_of(self.name)]
         self.engine = make(topologies)
-        members = [Member(self, *each) for each in zip(topologies, self.engine.shares)]
+        members = [ModelRollout(self, *each) for each in zip(topologies, self.engine.shares)]
         self._turns = deque(members)
         self.set_up(members)
         self.queued = QueuedCalls([member.intake.ring for member in members])
@@ -102,7 +102,7 @@ class SharedRollout(Together):
             for member in self._turns:
                 member.pause_of(time.monotonic() - begun)
 
-    def _deal(self, member: Member) -> None:
+    def _deal(self, member: ModelRollout) -> None:
         member.share.take_turn(closed=any(other.runs_alone for other in self._turns))
 
     def teardown(self) -> None:

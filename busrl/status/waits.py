@@ -94,19 +94,14 @@ class _Search:
         self.tags = {row.name: tag for tag, row in reversed(beside) if row.name not in self.rows}  # of others alone
         self.rows = {row.name: row for _, row in reversed(beside)} | self.rows
         self.names = sorted({*self.rows, *run.restarts})  # those of the table, and children that are not in it
-        self.learner = self._own_learner()
+        mine = (name for name in self.names if _role(name) == "learner" and name not in self.tags)
+        # Beside the lead it may be one that several models share, with another's name.
+        self.learner = next(mine, f"learner/{run.facts.beside}") if run.facts.beside else "learner"
         self.steps: dict[str, Callable[[ProcessRow], _Step]] = {
             "learner": self._learner, "scheduler": self._scheduler, "rollout": self._rollout, "reward": self._reward,
             "validator": self._validator, **dict.fromkeys(CALLER_ROLES, self._caller),
         }
         self.seen: set[str] = set()
-
-    def _own_learner(self) -> str:
-        """The learner of this model: beside the lead perhaps one that it shares, which has another's name."""
-        if not self.facts.beside:
-            return "learner"
-        mine = (name for name in self.names if _role(name) == "learner" and name not in self.tags)
-        return next(mine, f"learner/{self.facts.beside}")
 
     def links(self) -> list[Link]:
         if paused(self.run):

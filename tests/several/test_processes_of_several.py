@@ -18,7 +18,7 @@ from busrl.launcher.summary import EventLog, Journal
 from busrl.launcher.supervisor import Child, Exit
 from busrl.roles.actor import Parts
 from busrl.roles.process import RoleLock
-from busrl.several.shared_learner import Member, SharedLearner
+from busrl.several.shared_learner import ModelLearner, SharedLearner
 from busrl.states import HeaderWord, RunPhase
 from busrl.training.model import load
 
@@ -126,7 +126,7 @@ class Locked(SharedLearner):
 def test_a_part_looks_at_the_lock_of_its_process(shared: OpenRun) -> None:
     process, lock = Locked(shared), shared.paths.lock("learner")
     for each in shared.every:
-        member = Member(process, each.topology, load)
+        member = ModelLearner(process, each.topology, load)
         lock.unlink()
         member.keep_lock()  # before it commits a step
         assert lock.exists(), each.topology.tag
