@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from busrl.paths import RunPaths
 from busrl.preflight.load import load
 from busrl.roles.learner.alarms import MOST_GROUPS, FlatStreak, Idling, LengthSkew, cause_of
 from busrl.roles.learner.metrics import StepMetrics
+from busrl.roles.learner.observers import IdleWatch
 from busrl.states import Finish
 from busrl.topology import Topology
 
@@ -185,6 +186,18 @@ def test_groups_all_at_the_best_reward_of_the_run_mean_solved(tmp_path: Path) ->
     assert idle.solved, "an accident among them"
     idle.look(view(ended=["XX"] * 3), [])
     assert not idle.solved, "many are another cause"
+
+
+@pytest.mark.parametrize(("tag", "told"), [("", "the run"), ("judge", "the training of judge")])
+def test_a_model_of_several_that_is_solved_ends_alone(tmp_path: Path, tag: str, told: str) -> None:
+    said: list[str] = []
+    idle = IdleWatch(idling(tmp_path), cast(StepMetrics, SimpleNamespace(idle=lambda *_: None)),
+                     replace(topology(), tag=tag), lambda where, text, *_, **__: said.append(text))
+    idle.idling.add_rewards([0.0, 1.0])
+    while not idle.solved:
+        idle.idling.set_aside(lines(1.0, 1.0), "f", sample)
+        idle.look(view(ended=["ff"]), [], 1, 1)
+    assert said[-1].startswith(f"{told} ends here: all "), said
 
 
 @pytest.mark.parametrize("earlier", [[0.0, 2.0], [1.0, 2.0], []])

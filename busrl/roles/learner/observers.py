@@ -205,9 +205,11 @@ class ParityWatch(StepObserver):
 class IdleWatch(StepObserver):
     """Ends a run that trains nothing: as finished where the task is solved (`solved`), else by CannotTrain."""
 
-    def __init__(self, idling: Idling, metrics: StepMetrics, last_step: int, warn: Warn) -> None:
-        self.idling, self._metrics, self._last_step, self._warn = idling, metrics, last_step, warn
+    def __init__(self, idling: Idling, metrics: StepMetrics, topology: Topology, warn: Warn) -> None:
+        self.idling, self._metrics, self._last_step, self._warn = idling, metrics, topology.run.max_steps, warn
         self.solved = self._noted = False
+        # Of several models that which has nothing left to learn ends alone.
+        self._what = f"the training of {topology.tag}" if topology.tag else "the run"
 
     def set_aside(self, group: RestingGroup) -> None:
         self.idling.set_aside(group.lines, group.fate, group.sample, group.draw)
@@ -229,7 +231,7 @@ class IdleWatch(StepObserver):
         self._metrics.idle(step, version, idling)
         solved, ends = idling.solved and step > 0, QUARTERS in quarters
         if solved and ends:
-            self._warn("learner", f"the run ends here: {text}", kind="solved")
+            self._warn("learner", f"{self._what} ends here: {text}", kind="solved")
             self.solved = True
         elif idling.learnt and not ends:  # a nearly solved task has short streaks all the time
             if 3 in quarters:
@@ -287,7 +289,7 @@ class Observers:
     def __init__(self, parts: LearnerParts, metrics: StepMetrics, user_metrics: Metrics) -> None:
         topology, config, warn = parts.topology, parts.topology.learner, parts.warn
         idling = Idling(topology, parts.paths)
-        self.idle = IdleWatch(idling, metrics, topology.run.max_steps, warn)
+        self.idle = IdleWatch(idling, metrics, topology, warn)
         self.parity = ParityWatch(Parity(topology, parts.training.models), warn)
         optional: list[StepObserver] = [
             observer for plug in capabilities.plugs("step_observers") for observer in plug(parts)
