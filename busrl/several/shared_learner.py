@@ -4,7 +4,7 @@ A `ModelLearner` is the learner of one model, with its own adapter, optimiser, p
 models by the function that reads them (`Bases`). Knows nothing of what a step is.
 
 - Steps are made in turns: at any time one model is trained.
-- A model whose steps are made ends by itself, and is not begun again after a death; the process ends with the last.
+- A model whose steps are made ends by itself; the process ends with the last.
 - The weights of the base are the same tensors in all: no step changes them, whatever an adapter does.
 """
 
@@ -20,7 +20,6 @@ from busrl.bus import Endpoint
 from busrl.roles.learner.loop import Learner, import_all
 from busrl.roles.learner.models import Read
 from busrl.several.together import Part, Together
-from busrl.states import HeaderWord, RunPhase
 from busrl.topology import Topology
 from busrl.training.model import load
 
@@ -60,18 +59,7 @@ class SharedLearner(Together):
 
     def setup(self) -> None:
         bases = Bases()
-        members = [ModelLearner(self, self.whole.of(tag), bases.read) for tag in self.whole.models_of(self.name)]
-        self.set_up([member for member in members if not self._left_out(member)])
-        if not self.members:
-            self.stop("all steps are done")
-
-    def _left_out(self, member: Part) -> bool:
-        """Leave a model out whose learner had ended before a death of the process: its last checkpoint is written, and
-        nothing is dispatched for it any more."""
-        ended = member.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
-        if ended and member.bus is not self.bus:
-            member.bus.close()
-        return ended
+        self.set_up([ModelLearner(self, self.whole.of(tag), bases.read) for tag in self.whole.models_of(self.name)])
 
     def bus_of(self, topology: Topology) -> Endpoint:
         """An endpoint with the name of the model's learner, from whom alone its updates count; it gets no message."""

@@ -137,9 +137,11 @@ def test_a_solved_model_is_not_begun_again_after_a_death(shared: OpenRun) -> Non
     pytest.importorskip("peft")
     done(shared, "solver")  # nothing was left to learn, after 0 of its 9 steps
     process = learner_of(shared)
+    process.work()
     assert [member.topology.tag for member in process.members] == ["judge"] and not process.stopping
     process.teardown()
     done(shared, "judge")
     last = learner_of(shared)
+    last.work()
     assert not last.members and last.stopping == "all steps are done"
     last.teardown()

@@ -278,8 +278,10 @@ class Learner(Actor):
         self.plan.trigger.step_ended(self._now())
 
     def _is_over(self) -> bool:
-        run, solved = self.topology.run, self.observers.idle.solved
-        return solved or self.history.step >= run.max_steps or 0 < run.max_groups <= self.history.groups
+        """Tell whether all is done, or was before a death: that the task is solved is known from groups alone."""
+        run = self.topology.run
+        ended = self.observers.idle.solved or self.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
+        return ended or self.history.step >= run.max_steps or 0 < run.max_groups <= self.history.groups
 
     def _attend(self) -> None:
         """Look at everything but the groups, which costs little: weights, ranks, checkpoints, probes."""
