@@ -26,6 +26,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture(scope="session")
+def quickstart() -> None:
+    from busrl.quickstart import ensure
+
+    ensure("tiny:sort")
+
+
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """One engine with a tiny model, its weights at hand. Tied with narrow heads, untied with heads that vLLM knows."""

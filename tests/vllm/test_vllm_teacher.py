@@ -90,7 +90,7 @@ def test_log_probabilities_of_a_server_are_those_of_the_folder(folder: Path, url
         from dataclasses import replace
 
         expected = way.score(own, replace(flat, targets=ids))[0].detach()
-    teacher = Endpoint(TeacherRow(base_url=url), str(folder), K, WORDS, lambda: None)
+    teacher = Endpoint(TeacherRow(base_url=url), str(folder), K, WORDS, lambda: None, every=top == "student")
     try:
         there, logprobs = teacher.ask(own, ids if top == "student" else None)()
     finally:
