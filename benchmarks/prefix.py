@@ -203,8 +203,8 @@ def compare_learner(sizes: list[str], file: Path | None) -> None:
                 counts, seconds = row["rows"], row["seconds"]
                 print(f"| {size} | {what} | {counts['prompts']:,} | {counts['all']:,} | {seconds['prompts']:.3f} | "
                       f"{seconds['all']:.3f} | {row['gain']:.2f} |", flush=True)
-    if file:
-        file.write_text(json.dumps({**_where(), "runs": rows}, indent=1) + "\n")
+                if file:
+                    file.write_text(json.dumps({**_where(), "runs": rows}, indent=1) + "\n")
 
 
 def _where() -> dict[str, Any]:
