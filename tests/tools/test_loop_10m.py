@@ -144,7 +144,7 @@ def test_each_rival_has_its_bar() -> None:
     assert loop_10m.bars(["trl", "busrl"]) == [] and Log().judge(loop_10m.bars(["busrl", "trl"])[0])["met"] is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_short_run_measures_busrl_beside_its_own_sync_and_the_loop(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     command = [sys.executable, "-m", "benchmarks", "loop-10m", "--shape", "tiny", "--rounds", "1", "--seconds", "0.5",
