@@ -133,6 +133,19 @@ def placement_of(
     return placement
 
 
+def _solved(run: OpenRun) -> str:
+    """Words for a model that ended below its goal because nothing is left to learn; empty for another. With its last
+    step done, the newest line of its metrics.jsonl is that step's."""
+    topology, step = run.topology, run.ring.header(HeaderWord.STEP)
+    if step >= topology.run.max_steps or not run_of_files(RunFiles(run.paths)).idle:
+        return ""
+    whose = f"{topology.tag}: " if topology.models or topology.beside else ""
+    return (
+        f"{whose}after {step} of {topology.run.max_steps} steps all answers get the best reward seen: nothing is left "
+        "to learn, or the policy has collapsed (limits.idle_groups; see errors.jsonl)"
+    )
+
+
 class StandStill:
     """Watch for times in which a run makes no step: how long they are, and which process waits for which."""
 
@@ -279,18 +292,10 @@ class Launch:
         return outcome
 
     def _why_finished(self) -> str:
-        """The reason why the run is finished. With its last step done, the newest line of metrics.jsonl is that step's.
-        """
-        topology = self._run.topology
-        if topology.here:
+        """The reason why the run is finished."""
+        if self._run.topology.here:
             return "the run is over"
-        step, goal = self._run.ring.header(HeaderWord.STEP), topology.run.max_steps
-        if step < goal and run_of_files(RunFiles(self._paths)).idle:
-            return (
-                f"after {step} of {goal} steps all answers get the best reward seen: nothing is left to learn, or the "
-                "policy has collapsed (limits.idle_groups; see errors.jsonl)"
-            )
-        return "the learner has reached the goal"
+        return "; ".join(filter(None, map(_solved, self._run.trained()))) or "the learner has reached the goal"
 
     def _signalled(self) -> RunOutcome | None:
         if not self._signals.count:

@@ -92,7 +92,8 @@ def test_a_model_with_nothing_left_to_learn_only_serves(tmp_path: Path, several:
     check_models(run, code, "")
     judge = run.summary()["models"]["judge"]
     assert 0 < step_of(run, "judge") == judge["steps"] < 30 and judge["audit"]["clean"], judge
-    assert "nothing is left to learn" in run.text(), run.text()
+    ended = f"finished, judge: after {judge['steps']} of 30 steps all answers get the best reward"
+    assert ended in run.text(), run.text()
 
 
 def test_a_run_goes_on_with_the_models_that_it_has(tmp_path: Path, several: Path) -> None:
