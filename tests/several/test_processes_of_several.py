@@ -25,6 +25,16 @@ from busrl.training.model import load
 LORA = '[lora]\nrank = 4\n[weights]\ntransport = "lora_hotswap"\n'
 LEARNER = '[[process]]\nrole = "learner"\nmodel = ["judge", "solver"]\n'
 
+BUSES: list[Endpoint] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_buses() -> Iterator[None]:
+    """A context of ZeroMQ that is left to the collector may wait for ever."""
+    yield
+    while BUSES:
+        BUSES.pop().close()
+
 
 @pytest.fixture
 def shared(tmp_path: Path, read: Read) -> Iterator[OpenRun]:
@@ -56,6 +66,7 @@ def test_a_learner_of_one_model_is_done_without_the_others(tmp_path: Path, read:
 
 def parts_of(run: OpenRun) -> Parts:
     bus = Endpoint("learner", run.paths.frontend, run.paths.backend, subscribe=[], hwm=100)
+    BUSES.append(bus)
     return Parts(run.topology, run.ring, bus, run.fates, run.validate_fates)
 
 
