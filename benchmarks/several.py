@@ -178,7 +178,7 @@ def scores_of(run: runs.BenchRun, part: Part, made: Path) -> Iterable[tuple[str,
 
 
 def measure(part: Part, seed: int, made: Path, settings: Sequence[str], limit_s: float) -> Figures:
-    """One run of the part at that seed."""
+    """Run the part once at that seed, and score its checkpoints."""
     with tempfile.TemporaryDirectory(prefix="busrl-bench-") as name:
         config = topology_of(part, Path(name) / "several", made)
         keep = [f"run.seed={seed}", f"learner.checkpoint_every={CURVE}", "learner.keep_last=1000", *settings]
@@ -202,7 +202,7 @@ def measure(part: Part, seed: int, made: Path, settings: Sequence[str], limit_s:
 
 
 def groups_of(file: Path) -> dict[str, int]:
-    """How many groups ended, and how many of them were flat, in a lead's groups.jsonl."""
+    """Count the groups that ended, and the flat ones among them, in a lead's groups.jsonl."""
     fates = [fate for line in file.read_text().splitlines() for fate in json.loads(line)["fates"]]
     return {"ended": len(fates), "flat": fates.count("f")}
 

@@ -446,7 +446,7 @@ class Episode:
         return turn
 
     def reward(self, request: RewardRequest) -> None:
-        """Add a reward to a turn; CallRefused if the episode has no such turn, or what it has then can not be kept."""
+        """Add a reward to a turn. CallRefused if the episode has no such turn, or if the sum cannot be kept."""
         turn = next((turn for turn in self.tree.turns if turn.number == request.turn), None)
         if turn is None:
             raise CallRefused("invalid", f"turn {request.turn}: this episode has no such turn", "turn")

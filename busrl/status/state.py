@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Annotated, Any, Final
 
@@ -644,19 +644,11 @@ class RunState:
         }
 
     def rows(self, now: float) -> list[ProcessRow]:
-        """The processes: those of the ring in the order of their entries, then those known by the bus alone, which are
-        of the run, so of its lead."""
+        """The processes: those of the ring in the order of their entries, then those known by the bus alone."""
         entries = self.ring.processes if self.ring else ()
         rows = [self._row(process) for process in entries]
-        beside = [process for processes in self.rows_beside().values() for process in processes]
-        mapped = {address_of(process.name) for process in (*entries, *beside)}
-        for sender, present in () if entries and self.facts.beside else sorted(self._present.items()):
-            if sender not in mapped and not (entries and present.index):
-                age = max(0.0, now - present.heard)
-                rows.append(ProcessRow(
-                    sender, present.role, present.pid, "on the bus", present.activity, progress_age_s=age,
-                    late=age > SILENT_S,
-                ))
+        if not (entries and self.facts.beside):  # the bus is the run's: a model beside the lead has those of its ring
+            rows += self._rows_of_bus(now)
         return rows
 
     def rows_beside(self) -> dict[str, list[ProcessRow]]:
@@ -666,6 +658,19 @@ class RunState:
                 for tag, processes in beside.items()}
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _rows_of_bus(self, now: float) -> Iterator[ProcessRow]:
+        """Find the processes that are in no ring, neither this one nor that of another model."""
+        entries = self.ring.processes if self.ring else ()
+        beside = (self.ring and self.ring.beside) or {}
+        mapped = {address_of(process.name) for process in chain(entries, *beside.values())}
+        for sender, present in sorted(self._present.items()):
+            if sender not in mapped and not (entries and present.index):
+                age = max(0.0, now - present.heard)
+                yield ProcessRow(
+                    sender, present.role, present.pid, "on the bus", present.activity, progress_age_s=age,
+                    late=age > SILENT_S,
+                )
 
     def _pace(self, now: float) -> Speed:
         quiet = 0.0 if self.replay_over else (self.since_step_s(now) or 0.0) * self.pace

@@ -46,7 +46,8 @@ def every(prompt: Any, *answers: Finished) -> list[int]:
 
 
 def check(model: Any, routing: Routing, known: list[int], answer: Finished, have: int = 0) -> None:
-    """Of `known`, all tokens with those of the answer, the caller had the routes of the first `have`."""
+    """Compare an answer's routes with a plain forward pass over `known`: prompt and answer. The caller had the routes
+    of the first `have` tokens."""
     wanted = routes_of(model, known)[:-1]
     before = len(known) - len(answer.token_ids) - 1
     assert answer.routes is not None and answer.prompt_routes is not None

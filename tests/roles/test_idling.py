@@ -235,7 +235,7 @@ def test_flat_groups_at_low_equal_or_mixed_rewards_are_still_an_alarm(tmp_path: 
 
 
 def played(tmp_path: Path, *games: tuple[float, float], earlier: Sequence[float] = (0.0, 1.0)) -> Idling:
-    """Of a run whose model plays two seats, each of which ends a flat group with its reward of each of these games."""
+    """Idling of a model that plays two seats. Each game ends a flat group for each seat, with that seat's reward."""
     base = topology()
     made = Idling(replace(base, model=replace(base.model, seats=("first", "second"))), RunPaths.of(tmp_path))
     made.look(view(), [])
