@@ -209,7 +209,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "explained": "several.explained:lines",
         "audits": "several.audit:audit",
         "tenders": "several.keeping:OtherRings", "summaries": "several.summaries:summary",
-        "overviews": "several.summaries:overview",
+        "overviews": "several.summaries:overview", "models_now": "several.summaries:models_now",
         "receiver": "several.followed:receiver",
         "rollout": "several.shared_rollout:SharedRollout", "learner": "several.shared_learner:SharedLearner",
         "final_lines": "several.summaries:lines"}, asks={

@@ -111,13 +111,21 @@ class Read:
 
 def overview(run_dir: str | os.PathLike[str]) -> Overview | None:
     """The view of the models in a run directory beside the lead; None if there are none."""
+    data = {paths.root.name: _now(paths) for paths in _beside(RunPaths.of(run_dir))}
+    return Overview("models", data, [*_shown(data)]) if data else None
+
+
+def models_now(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """All models of a run as they are shown, by their tags, the lead first; {} of a run of one model."""
     run = RunPaths.of(run_dir)
+    beside = {paths.root.name: _now(paths) for paths in _beside(run)}
+    return {str(read_map(run.topology).get("tag") or "lead"): _now(run), **beside} if beside else {}
+
+
+def _beside(run: RunPaths) -> list[RunPaths]:
+    """The directories of the models beside the lead, by tag."""
     folders = sorted(file.parent for file in run.models.glob("*/run.json"))
-    paths = [paths for paths in map(RunPaths.of, folders) if paths.run == run.root]
-    if not paths:
-        return None
-    data = {each.root.name: _now(each) for each in paths}
-    return Overview("models", data, [*_shown(data)])
+    return [paths for paths in map(RunPaths.of, folders) if paths.run == run.root]
 
 
 def _now(paths: RunPaths) -> dict[str, Any]:

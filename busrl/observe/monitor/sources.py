@@ -34,6 +34,7 @@ from busrl.ring import Ring
 from busrl.status.reader import RunReader, files_of, living
 from busrl.status.state import HEARD, Facts, Flow, RingRecord, RunState, address_of
 from busrl.status.view import RunStatus, as_data
+from busrl.system.files import read_map
 
 # -- the run to watch --------------------------------------------------------------------------------------------------
 
@@ -176,6 +177,11 @@ def models_of(target: RunPaths) -> list[RunPaths]:
     run = RunPaths(target.home)
     others = [RunPaths.of(file.parent) for file in sorted(run.models.glob("*/run.json"))]
     return [target, *(paths for paths in (run, *others) if paths.root != target.root)]
+
+
+def tag_of(target: RunPaths) -> str:
+    """The tag of the model whose directory this is."""
+    return target.root.name if target.run else str(read_map(target.topology).get("tag") or "")
 
 
 def watched(watcher: Watcher, target: RunPaths | str) -> dict[str, Any]:

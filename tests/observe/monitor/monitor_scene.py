@@ -81,6 +81,16 @@ class Scene:
         self._open[-1].ready(PATIENCE_S)
         return self._open[-1]
 
+    def beside(self, tag: str, lead: str = "solver", steps: int = 3) -> RunPaths:
+        """The directory of one more model of the run, in which so many steps were made; the first is the lead."""
+        self.paths.topology.write_text(json.dumps({**TOPOLOGY, "tag": lead, "models": [{"tag": lead}, {"tag": tag}]}))
+        paths = self.paths.of_tag(tag)
+        paths.root.mkdir(parents=True)
+        paths.topology.write_text(json.dumps({**TOPOLOGY, "tag": tag}))
+        paths.run_json.write_text(self.paths.run_json.read_text())
+        paths.metrics.write_bytes(b"".join(metrics_line(step) for step in range(1, steps + 1)))
+        return paths
+
     def state(self) -> dict[str, Any]:
         """Every byte and name that belongs to the run: its files with their times, the ring, the sockets."""
         files = sorted(self.paths.root.rglob("*"))

@@ -99,6 +99,30 @@ def test_it_goes_by_keyboard(scene: Scene, started: Start) -> None:
     visit(scene, started, keys)
 
 
+def test_a_model_is_chosen_by_link_and_by_key(scene: Scene, started: Start) -> None:
+    judge, other = scene.beside("judge"), "document.querySelector('#models a:not([aria-current])')"
+    chosen = "(typeof newest !== 'undefined' && newest && newest.web.model)"  # a page may be half loaded
+
+    async def look(page: Page, url: str) -> None:
+        assert await page.until(f"{other}.textContent") == "judge"
+        await page.value(f"{other}.focus()")
+        with open(judge.metrics, "ab") as file:
+            file.write(metrics_line(4))
+        await page.until("document.querySelector('#models').textContent.includes('4/200')")
+        assert await page.value("document.activeElement.textContent") == "judge", "a picture takes the focus away"
+        await page.value("document.activeElement.click()")
+        await page.until(f"{chosen} === 'judge' && charts.plots[1].plot.data[0].at(-1) === 4")
+        assert await page.value("location.search") == "?model=judge"
+        assert " · judge" in await page.value(TEXT.format("#headline"))
+        assert await page.value("document.querySelector('#models a[aria-current]').textContent") == "judge"
+        await page.press("m")
+        await page.until(f"{chosen} === 'solver' && charts.plots[1].plot.data[0].at(-1) === 40")
+        await page.press("?")
+        assert "the next model" in await page.value("document.getElementById('help').innerText")
+
+    visit(scene, started, look)
+
+
 def test_texts_of_a_model_are_never_markup(scene: Scene, started: Start) -> None:
     async def look(page: Page, url: str) -> None:
         await page.until("document.querySelectorAll('#list button').length === 3")

@@ -19,13 +19,14 @@ from urllib.parse import urlsplit
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from monitor_scene import PATIENCE_S, Scene, finished, metrics_line, until
+from monitor_scene import PATIENCE_S, UUID, Scene, finished, metrics_line, until
 from test_monitor_replay import make, stream
 
 from busrl.cli import main
 from busrl.observe.monitor.web.picture import MOST_LINES, MOST_SPANS, History, blocked
 from busrl.observe.monitor.web.server import FILES, MOST_CONNECTIONS, MOST_STREAMS, Address
 from busrl.protocol import messages as m
+from busrl.ring import Ring
 from busrl.status.state import ProcessRecord, ProcessRow, RingRecord, RunState
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -61,10 +62,10 @@ class Site:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     @contextmanager
-    def stream(self, **headers: str) -> Iterator[Iterator[tuple[str, Any]]]:
+    def stream(self, path: str = "/events", **headers: str) -> Iterator[Iterator[tuple[str, Any]]]:
         """Events with their names, as they come."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)) as asked:
-            asked.request("GET", "/events", headers=headers)
+            asked.request("GET", path, headers=headers)
             answer = asked.getresponse()
             assert answer.status == 200 and answer.headers["Content-Type"] == "text/event-stream", answer.status
             with closing(answer):
@@ -185,6 +186,70 @@ def test_a_replay_is_shown_as_it_goes(short_dir: Path, started: Start) -> None:
     assert told["web"]["senders"]["learner"][2] > 0 and told["web"]["rows"][0]["name"] == "rollout/0"
 
 
+# -- several models ----------------------------------------------------------------------------------------------------
+
+def test_each_model_has_a_page_of_its_own(scene: Scene, site: Site) -> None:
+    judge = scene.beside("judge")
+    judge.samples.write_text('{"step": 3, "prompt": "Q", "completion": "right."}\n')
+    seen = {}
+    for path in ("/events", "/events?model=solver", "/events?model=judge"):
+        with site.stream(path) as events:
+            told, steps = found(events, "picture"), found(events, "steps")
+            seen[path] = told["step"], [row[0] for row in steps["rows"]][-1], told["web"]["model"]
+            assert {tag: one["step"] for tag, one in told["web"]["models"].items()} == {"solver": 40, "judge": 3}
+            assert told["web"]["lead"] == "solver"
+            if "judge" in path:
+                assert " · judge" in told["web"]["headline"]
+                assert [one["completion"] for one in found(events, "samples")] == ["right."]
+    assert list(seen.values()) == [(40, 40, "solver")] * 2 + [(3, 3, "judge")]
+    assert site.get("/?model=judge")[0] == site.get("/")[0] == 200
+
+
+def test_a_page_of_one_model_names_no_models(site: Site) -> None:
+    with site.stream() as events:
+        told = found(events, "picture")
+    assert "models" not in told and not {"models", "model"} & told["web"].keys() and told["web"]["lead"] is None
+
+
+def test_a_model_that_is_not_there_is_404_and_others_are_named(scene: Scene, site: Site) -> None:
+    for path in ("/?model=judge", "/events?model=judge"):
+        status, _, body = site.get(path)
+        assert (status, body) == (404, b"no model 'judge' in this run; it has one, at /")
+    scene.beside("judge")
+    for name in ("third", "..", "judge/..", "%2e%2e%2fjudge", "%00", "JUDGE", "a" * 5000):
+        status, _, body = site.get(f"/events?model={name}")
+        assert status == 404 and b"in this run; its models are solver, judge" in body and len(body) < 200, name
+    assert site.works()
+
+
+def test_a_model_is_watched_while_a_page_looks_at_it(scene: Scene, site: Site) -> None:
+    judge, maps = scene.beside("judge"), Path(f"/proc/{site.child.pid}/maps")
+    ring = Ring.create(judge.ring_name, slots=2, slot_bytes=256, processes=8, uuid=UUID)
+    try:
+        assert site.works() and judge.ring_name not in maps.read_text()
+        with site.stream("/events?model=judge") as first, site.stream("/events?model=judge") as second:
+            for events in (first, second):
+                assert found(events, "picture")["web"]["ring"]["slots"] == 2
+            assert maps.read_text().count(f"/{judge.ring_name}\n") == 1, "two pages share one view"
+        until("its ring is closed", lambda: judge.ring_name not in maps.read_text())
+        with site.stream("/events?model=judge") as again:
+            assert next(again)[0] == "picture"
+            site.child.terminate()
+            assert site.child.wait(PATIENCE_S) == 0
+    finally:
+        ring.close()
+        Ring.unlink(judge.ring_name)
+
+
+def test_pages_of_all_models_together_are_bounded(scene: Scene, site: Site) -> None:
+    scene.beside("judge")
+    with ExitStack() as pages:
+        for at in range(MOST_STREAMS):
+            events = pages.enter_context(site.stream(f"/events?model={('solver', 'judge')[at % 2]}"))
+            assert next(events)[0] == "picture"
+        assert site.get("/events?model=judge")[0] == site.get("/events")[0] == 503
+
+
 # -- to whom -----------------------------------------------------------------------------------------------------------
 
 def test_an_address_beyond_loopback_needs_the_token_of_the_printed_address(scene: Scene, started: Start) -> None:
@@ -196,6 +261,8 @@ def test_an_address_beyond_loopback_needs_the_token_of_the_printed_address(scene
         assert status == 401 and "set-cookie" not in headers, path
     status, headers, _ = site.get(f"/?{token}")
     assert (status, headers["location"]) == (303, "/")
+    for asked, kept in (("judge", "judge"), ("a%0d%0aX:%20b%26c", "a%0D%0AX%3A+b%26c")):
+        assert site.get(f"/?model={asked}&{token}")[1]["location"] == f"/?model={kept}"
     cookie, *rules = headers["set-cookie"].split("; ")
     assert "HttpOnly" in rules and "SameSite=Lax" in rules
     assert site.get("/", Cookie=cookie)[0] == 200 and site.get("/", Cookie=cookie[:-1])[0] == 401

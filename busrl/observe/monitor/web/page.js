@@ -24,7 +24,7 @@ function show(p) {
   newest = p;
   if (held) return;
   const w = p.web;
-  document.title = `${p.name || "run"} · step ${p.step} · busrl`;
+  document.title = `${p.name || "run"}${w.model ? ` · ${w.model}` : ""} · step ${p.step} · busrl`;
   $("headline").textContent = w.headline; $("progress").textContent = w.progress; $("speed").textContent = w.over ? w.ended : w.speed;
   const done = p.max_steps ? Math.min(1, p.step / p.max_steps) : 0;
   $("goal").setAttribute("aria-valuenow", Math.round(done * 100)); $("goal").firstChild.style.width = `${done * 100}%`;
@@ -34,16 +34,27 @@ function show(p) {
   timeline.show(w.timeline, w.kept_s);
 }
 
+// Rows stay while the models do: a link that is replaced loses the focus, and a click that is half done.
+let tags = "";
 function models(p) {
-  const others = Object.entries(p.models || {}), learner = p.web.rows.find((row) => row.role === "learner");
-  $("models").hidden = !others.length;
-  if (!others.length) return;
-  const wait = learner && learner.doing.startsWith("waits: ") ? { for: learner.doing.slice(7) } : null;
-  const lead = { trained: true, step: p.step, max_steps: p.max_steps, version: p.version, reward: p.reward, waits: wait, processes: p.web.rows.filter((row) => ["learner", "rollout"].includes(row.role)).map((row) => row.name) };
-  table("models", [["model", "l"], ["step"], ["", "grow"], ["version"], ["reward at first"], ["of late"], ["its learner waits for", "l wide"], ["processes", "l"]], [[p.web.lead || "lead", lead], ...others].map(([tag, one]) => ({
-    cells: one.trained ? [tag, one.max_steps ? `${one.step}/${one.max_steps}` : one.step, meter(one.max_steps ? one.step / one.max_steps : 0), one.version, number(one.reward.first), number(one.reward.last_10_steps), one.waits ? one.waits.for + (known(one.waits.since_s) ? `, ${passed(one.waits.since_s)}` : "") : "", one.processes.join(", ")]
-      : [tag, "only serves", "", one.version || "", "", "", "", one.processes.join(", ")],
-  })));
+  const all = Object.entries(p.web.models || {}), present = all.map(([tag]) => tag).join(" ");
+  for (const one of document.querySelectorAll(".several")) one.hidden = !all.length;
+  if (!all.length) return;
+  const wait = (one) => one.waits ? one.waits.for + (known(one.waits.since_s) ? `, ${passed(one.waits.since_s)}` : "") : "";
+  const name = (tag) => el("span", {}, el("a", { href: address(tag), "aria-current": tag === p.web.model && "page" }, tag), tag === p.web.lead ? " (lead)" : "");
+  const rows = all.map(([tag, one]) => ({
+    cells: one.trained ? [name(tag), one.max_steps ? `${one.step}/${one.max_steps}` : one.step, meter(one.max_steps ? one.step / one.max_steps : 0), one.version, number(one.reward.first), number(one.reward.last_10_steps), wait(one), one.processes.join(", ")]
+      : [name(tag), "only serves", "", one.version || "", "", "", "", one.processes.join(", ")],
+  }));
+  const heads = [["model", "l"], ["step"], ["", "grow"], ["version"], ["reward at first"], ["of late"], ["its learner waits for", "l wide"], ["processes", "l"]];
+  if (present !== tags) { tags = present; table("models", heads, rows); return; }
+  const shown = document.querySelector("#models tbody").rows;
+  rows.forEach(({ cells }, row) => cells.forEach((value, column) => column && shown[row].cells[column].replaceChildren(value ?? "")));
+}
+const address = (tag) => `?model=${encodeURIComponent(tag)}`;
+function turn() {
+  const all = Object.keys((newest && newest.web.models) || {});
+  if (all.length) location.search = address(all[(all.indexOf(newest.web.model) + 1) % all.length]);
 }
 
 function processes(p) {
@@ -158,7 +169,7 @@ function gaps(one) {
 
 // -- what comes, and keys ----------------------------------------------------------------------------------------------
 
-const source = new EventSource("events");
+const model = new URLSearchParams(location.search).get("model"), source = new EventSource(model ? "events" + address(model) : "events");
 const link = (text, bad) => { $("link").textContent = text; $("link").className = bad ? "red" : ""; };
 source.addEventListener("open", () => { charts.clear(); samples = []; link(held ? "held" : "live"); });
 source.addEventListener("error", () => link(source.readyState === EventSource.CLOSED ? "refused: reload the page" : "connection lost, asking again", true));
@@ -190,6 +201,7 @@ document.addEventListener("keydown", (event) => {
   else if (event.key === "j") step(1);
   else if (event.key === "k") step(-1);
   else if (event.key === "p") hold();
+  else if (event.key === "m") turn();
   else if (event.key === "?") $("help").showModal();
 });
 addEventListener("resize", () => newest && graph.show(newest));

@@ -14,13 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from busrl.capabilities import CALLER_ROLES
+from busrl.capabilities import CALLER_ROLES, plugs
 from busrl.observe.monitor import phrases
-from busrl.observe.monitor.sources import Watcher, watched
+from busrl.observe.monitor.sources import Watcher, tag_of, watched
 from busrl.paths import RunPaths
 from busrl.status import words
 from busrl.status.state import OVER, ProcessRow, Rate, RunState
-from busrl.system.files import read_map
 
 KEPT_S: Final = 300.0
 GAP_S: Final = 3.0  # between two looks; of a longer time nothing is known
@@ -120,17 +119,26 @@ def picture(watcher: Watcher, target: RunPaths | str, history: History, now: flo
     flows = {name: [round(flow.rate.per_s(), 2), round(flow.byte_rate.per_s(), 1), flow.count, flow.bytes]
              for name, flow in run.traffic.by_sender.items()}
     stall = data.get("waits") if data.get("stalled_s") else None
-    lead = read_map(RunPaths.of(run.facts.run_dir).topology).get("tag") if data.get("models") else None
+    several = _models(target)
     return {**data, "web": {
         "headline": phrases.headline(run, wall), "progress": words.progress(run, now), "over": over, "ended": run.ended,
         "words": {name: phrase for name, phrase in words.labelled(run, now).items() if name != "sample"}
         | phrases.said_of_parts(run),
         "bus": phrases.bus(run, now), "speed": words.speed(run.speed(now)),
-        "lead": lead, "damage": run.damage, "rows": [_row(row) for row in rows],
+        "lead": next(iter(several.get("models", {})), None), "damage": run.damage, "rows": [_row(row) for row in rows],
         "blocked": {} if over else blocked(rows, run.ring.occupancy if run.ring else {}, stall or ()),
         "senders": flows, "moved": history.per_s(), "timeline": history.timeline(now), "kept_s": KEPT_S,
         "ring": _ring(run), "max_staleness": run.facts.max_staleness if run.facts.mode == "batch-async" else None,
+        **several,
     }}
+
+
+def _models(target: RunPaths | str) -> dict[str, Any]:
+    """The models of the run, by their tags, the lead first, and which of them this is; {} of a run of one model."""
+    if not isinstance(target, RunPaths):
+        return {}
+    models = {tag: said for look in plugs("models_now") for tag, said in look(target.home).items()}
+    return {"models": models, "model": tag_of(target)} if models else {}
 
 
 def _row(row: ProcessRow) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """The web server of `busrl monitor --web`: a page, its files, and a stream of server-sent events with the picture.
 
-Talks to browsers (aiohttp) and keeps a `Watcher` up to date, in one thread. Knows nothing of what a picture holds.
+Talks to browsers (aiohttp) and keeps a `Watcher` up to date, and in a run of several models one for each that a page
+looks at, in one thread. Knows nothing of what a picture holds.
 
 - No request changes anything: there is only GET, the files are named here, and no body is read.
 - On loopback the user of the monitor, and root, may look; elsewhere whoever has the token that is printed.
 - A request with another name in `Host` is refused, so that no page of another site can read this one by its own name.
 - A client's share is bounded: connections, streams, the time for a request and for reading an answer. A slow stream
   misses pictures, and delays no other.
+- A model beside the first is watched from its first page to its last, so there are never more views than models.
 """
 
 from __future__ import annotations
@@ -20,15 +22,26 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import getuid
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from urllib.parse import urlencode
 
 from busrl.bus.addresses import tcp_table
-from busrl.errors import UserError
-from busrl.observe.monitor.sources import NICE, RENDER_S, RENDER_SHARE, WAKE_S, Watcher, catch_up, give_way
+from busrl.errors import NoSuchRun, UserError
+from busrl.observe.monitor.sources import (
+    NICE,
+    RENDER_S,
+    RENDER_SHARE,
+    WAKE_S,
+    Watcher,
+    catch_up,
+    give_way,
+    models_of,
+    tag_of,
+)
 from busrl.observe.monitor.web.picture import History, picture, steps_after
 from busrl.paths import RunPaths
 from busrl.status.view import to_json
@@ -40,7 +53,7 @@ except ImportError as missing:
     raise UserError("the monitor's page needs aiohttp, not installed: pip install 'busrl[agents]'") from missing
 
 MOST_CONNECTIONS, MOST_STREAMS = 64, 16
-WRITE_S = 10.0
+WRITE_S, MOST_TAG = 10.0, 32  # MOST_TAG: letters of a model's name that are said to be none
 SCRIPT, STYLE = "text/javascript", "text/css"
 FILES: Final = {
     "/": ("page.html", "text/html"), "/page.js": ("page.js", SCRIPT), "/draw.js": ("draw.js", SCRIPT),
@@ -87,11 +100,102 @@ class Seen:
     picture: bytes = b""
 
 
+class View:
+    """A model as pages see it: what is watched of it, its last minutes, and the newest picture. `pages`: how many look.
+    """
+
+    def __init__(self, watcher: Watcher, target: RunPaths | str) -> None:
+        self.watcher, self.target, self.history = watcher, target, History()
+        self.picture, self.rendered_at, self.pages = b"", 0.0, 0
+        self.news = asyncio.Event()  # set by the next picture
+
+    def look(self, now: float) -> None:
+        self.watcher.refresh(now)
+        self.history.add(self.watcher.run, now)
+
+    def render(self, now: float) -> None:
+        data = picture(self.watcher, self.target, self.history, now, time.time())
+        self.picture, self.rendered_at = to_json(data).encode(), now
+        self.news.set()
+        self.news = asyncio.Event()
+
+    def events_after(self, seen: Seen) -> Iterator[bytes]:
+        """Events that a stream does not have yet: the picture first, then new steps and samples."""
+        if seen.picture is not self.picture:
+            seen.picture = self.picture
+            yield b"event: picture\ndata: " + self.picture + b"\n\n"
+        run, samples = self.watcher.run, list(self.watcher.samples)
+        newest = run.steps.newest.step if run.steps.newest is not None else 0
+        if (newest, len(run.validations)) != (seen.step, seen.rounds):
+            yield _event("steps", steps_after(run, seen.step))
+            seen.step, seen.rounds = newest, len(run.validations)
+        at = next((at + 1 for at, sample in enumerate(samples) if sample is seen.sample), 0)
+        if samples[at:]:
+            seen.sample = samples[-1]
+            yield _event("samples", samples[at:])
+
+
+class Views:
+    """The views of a run by what they show: the first, and one of each other model while a page looks at it."""
+
+    def __init__(self, first: View) -> None:
+        self._first, self._open = first, {first.target: first}
+
+    @property
+    def every(self) -> list[View]:
+        return list(self._open.values())
+
+    @property
+    def pages(self) -> int:
+        return sum(view.pages for view in self.every)
+
+    def find(self, model: str) -> RunPaths | str:
+        """The directory of the model with this tag; of "" what the first view shows. HTTPNotFound if there is none."""
+        first = self._first.target
+        if not model:
+            return first
+        places = {tag_of(paths): paths for paths in (models_of(first) if isinstance(first, RunPaths) else ())}
+        if model not in places:
+            there = f"its models are {', '.join(places)}" if len(places) > 1 else "it has one, at /"
+            raise web.HTTPNotFound(text=f"no model {model[:MOST_TAG]!r} in this run; {there}")
+        return places[model]
+
+    @contextmanager
+    def page(self, model: str) -> Iterator[View]:
+        """The view of a model, while a page looks at it."""
+        target = self.find(model)
+        view = self._open.get(target) or self._opened(target)
+        view.pages += 1
+        try:
+            yield view
+        finally:
+            view.pages -= 1
+            if not view.pages and view is not self._first:
+                self._close(target)
+
+    def close(self) -> None:
+        """Close all but the first, whose watcher is the caller's."""
+        for target in [target for target, view in self._open.items() if view is not self._first]:
+            self._close(target)
+
+    def _opened(self, target: RunPaths | str) -> View:
+        try:
+            view = self._open[target] = View(Watcher(target), target)
+        except NoSuchRun as gone:  # it was removed just now
+            raise web.HTTPNotFound(text=str(gone)) from None
+        view.look(time.monotonic())
+        return view
+
+    def _close(self, target: RunPaths | str) -> None:
+        if (view := self._open.pop(target, None)) is not None:
+            view.watcher.close()
+
+
 class Server:
     """A server of one run, at `url`; `run` serves. `token` is "" on loopback."""
 
     def __init__(self, watcher: Watcher, target: RunPaths | str, address: Address) -> None:
-        self._watcher, self._target, self._history = watcher, target, History()
+        self._views = Views(View(watcher, target))
         here = Path(__file__).parent
         self._files = {path: ((here / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
         self._socket = _listening(address)
@@ -103,12 +207,12 @@ class Server:
         host_in_url = f"[{shown}]" if ":" in shown else shown
         self.url = f"http://{host_in_url}:{self._port}/" + (f"?token={self.token}" if self.token else "")
         self._cookie = f"busrl_{self._port}"
-        self._picture, self._rendered_at, self._streams, self._gave_way = b"", 0.0, 0, False
+        self._gave_way = False
         self._listener = Listener(self._socket, min(MOST_CONNECTIONS, room()), lambda line: None)
 
     async def run(self, ready: Callable[[str], object] = print) -> None:
         """Serve until SIGINT, SIGTERM or SIGHUP."""
-        self._stop, self._news = asyncio.Event(), asyncio.Event()
+        self._stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._stop.set)
@@ -126,35 +230,37 @@ class Server:
         finally:
             self._listener.close()
             await runner.cleanup()
+            self._views.close()
 
     # -- the run -----
 
     async def _follow(self) -> None:
-        """Keep the state up to date, and render it while a page is open."""
+        """Keep the state of each view up to date, and render those that pages look at."""
         looked = due = 0.0
         while not self._stop.is_set():
             now = time.monotonic()
-            catch_up(self._watcher)
+            for view in self._views.every:
+                catch_up(view.watcher)
             if now >= looked + RENDER_S:
                 looked = now
                 self._look(now)
-            if now >= due and self._streams:
+            if now >= due and self._views.pages:
                 begun = time.process_time()
                 self._render(now)
                 due = now + max(RENDER_S, (time.process_time() - begun) / RENDER_SHARE)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), WAKE_S)
-        self._news.set()
+        for view in self._views.every:
+            view.news.set()
 
     def _look(self, now: float) -> None:
-        self._watcher.refresh(now)
-        self._history.add(self._watcher.run, now)
+        for view in self._views.every:
+            view.look(now)
 
     def _render(self, now: float) -> None:
-        data = picture(self._watcher, self._target, self._history, now, time.time())
-        self._picture, self._rendered_at = to_json(data).encode(), now
-        self._news.set()
-        self._news = asyncio.Event()
+        for view in self._views.every:
+            if view.pages:
+                view.render(now)
 
     # -- requests that are refused -----
 
@@ -186,7 +292,8 @@ class Server:
             return None
         if self._is_token(request.query.get("token", "")):
             # Redirected, so that no history or screen has the token.
-            redirect = web.Response(status=303, headers={"Location": "/"})
+            model = {"model": request.query["model"]} if "model" in request.query else {}
+            redirect = web.Response(status=303, headers={"Location": "/" + ("?" + urlencode(model) if model else "")})
             redirect.set_cookie(self._cookie, self.token, httponly=True, samesite="Lax", path="/")
             return redirect
         allowed = self._is_token(request.cookies.get(self._cookie, ""))
@@ -206,53 +313,43 @@ class Server:
     # -- answers -----
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        model = request.query.get("model", "")
         if request.path == "/events":
-            return await self._events(request)
+            return await self._events(request, model)
         if request.path not in self._files:
             raise web.HTTPNotFound(text="no such page")
+        if request.path == "/":
+            self._views.find(model)
         body, kind = self._files[request.path]
         return web.Response(body=body, content_type=kind, charset="utf-8")
 
-    async def _events(self, request: web.Request) -> web.StreamResponse:
-        if self._streams >= MOST_STREAMS:
+    async def _events(self, request: web.Request, model: str) -> web.StreamResponse:
+        if self._views.pages >= MOST_STREAMS:
             raise web.HTTPServiceUnavailable(text=f"{MOST_STREAMS} pages look at this run already: close one")
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
         response.force_close()
-        self._streams += 1
-        try:
-            await response.prepare(request)
-            if time.monotonic() > self._rendered_at + RENDER_S:
-                self._render(time.monotonic())
-            seen = Seen()
-            while not self._stop.is_set():
-                news = self._news
-                for event in self._new_events(seen):
-                    await asyncio.wait_for(response.write(event), WRITE_S)
-                if not self._gave_way:  # after the first picture: the run goes first
-                    self._gave_way = True
-                    give_way(NICE)
-                await news.wait()
-        except (asyncio.TimeoutError, ConnectionError):
-            if request.transport is not None:
-                request.transport.abort()
-        finally:
-            self._streams -= 1
+        with self._views.page(model) as view:
+            try:
+                await response.prepare(request)
+                await self._stream(response, view)
+            except (asyncio.TimeoutError, ConnectionError):
+                if request.transport is not None:
+                    request.transport.abort()
         return response
 
-    def _new_events(self, seen: Seen) -> Iterator[bytes]:
-        """Events that a stream does not have yet: the picture first, then new steps and samples."""
-        if seen.picture is not self._picture:
-            seen.picture = self._picture
-            yield b"event: picture\ndata: " + self._picture + b"\n\n"
-        run, samples = self._watcher.run, list(self._watcher.samples)
-        newest = run.steps.newest.step if run.steps.newest is not None else 0
-        if (newest, len(run.validations)) != (seen.step, seen.rounds):
-            yield _event("steps", steps_after(run, seen.step))
-            seen.step, seen.rounds = newest, len(run.validations)
-        at = next((at + 1 for at, sample in enumerate(samples) if sample is seen.sample), 0)
-        if samples[at:]:
-            seen.sample = samples[-1]
-            yield _event("samples", samples[at:])
+    async def _stream(self, response: web.StreamResponse, view: View) -> None:
+        """Write what is new in a view, up to the end of the server."""
+        if time.monotonic() > view.rendered_at + RENDER_S:
+            view.render(time.monotonic())
+        seen = Seen()
+        while not self._stop.is_set():
+            news = view.news
+            for event in view.events_after(seen):
+                await asyncio.wait_for(response.write(event), WRITE_S)
+            if not self._gave_way:  # after the first picture: the run goes first
+                self._gave_way = True
+                give_way(NICE)
+            await news.wait()
 
 
 def _event(name: str, data: Any) -> bytes:
