@@ -5,6 +5,7 @@ models by the function that reads them (`Bases`). Knows nothing of what a step i
 
 - Steps are made in turns: at any time one model is trained.
 - A model whose steps are made ends by itself; the process ends with the last.
+- A model whose version a round of validation holds keeps its next one back, and the others go on.
 - The weights of the base are the same tensors in all: no step changes them, whatever an adapter does.
 """
 
@@ -19,7 +20,9 @@ import torch
 from busrl.bus import Endpoint
 from busrl.roles.learner.loop import Learner, import_all
 from busrl.roles.learner.models import Read
+from busrl.roles.learner.publish import HELD
 from busrl.several.together import Part, Together
+from busrl.states import HeaderWord
 from busrl.topology import Topology
 from busrl.training.model import load
 
@@ -45,7 +48,30 @@ class ModelLearner(Part, Learner):
 
     def __init__(self, process: Together, topology: Topology, read: Read) -> None:
         super().__init__(process, topology)
-        self.read = read
+        self.read, self.kept_back = read, False
+
+    def work(self) -> bool:
+        if not self.kept_back:
+            return super().work()
+        self._attend()
+        if self.publisher.is_held:
+            self.shown.usually(HELD)
+            return False
+        self.shown.usually("")
+        self._publish()
+        return True
+
+    def _publish(self) -> float:
+        """Make the present weights the next version. While a round of validation holds the one before, for which a
+        learner of one model waits here, keep them back."""
+        self.kept_back = self.publisher.is_held
+        return 0.0 if self.kept_back else super()._publish()
+
+    def _finish(self) -> None:
+        if self.ring.header(HeaderWord.UNPUBLISHED_GROUPS):
+            self._publish()
+        if not self.kept_back:
+            super()._finish()
 
 
 class SharedLearner(Together):

@@ -39,6 +39,32 @@ log = logging.getLogger("busrl")
 Views = dict[str, torch.Tensor]
 GROUPS_KEPT = 256
 PIN_LOOK_S = 0.01
+HELD = "held by validation"
+
+
+class Pinned:
+    """The hold of a validation round on the version: it lasts while results come. A holder that had none for
+    `limits.work_s` is named, and waited for no longer. Rollouts that only validate keep their version by themselves."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor, self._work_s = actor, actor.topology.limits.work_s
+        self.collected, self._holder, self._limit = -1, 0, 0.0
+
+    def lasts(self) -> bool:
+        """Tell whether the version is held; asked again and again while it is."""
+        ring, now = self._actor.ring, time.monotonic()
+        holder = 0 if self._actor.topology.dedicated else version_pin.pinned_by(ring)
+        if not holder:
+            return False
+        collected = ring.transitions(State.TRAINING)  # only the holder claims meanwhile
+        if (holder, collected) != (self._holder, self.collected):
+            self._holder, self.collected, self._limit = holder, collected, now + self._work_s
+            self._actor.shown.progress()
+        elif self._limit and now > self._limit:
+            self._limit, name = 0.0, version_pin.name_of(ring, holder)
+            waited = f"had no result for {self._work_s:g} s; publishing without it"
+            self._actor.warn("learner", f"{name} holds the version and {waited}")
+        return self._limit > 0.0
 
 
 class Publisher:
@@ -53,7 +79,7 @@ class Publisher:
         callbacks = GroupCallbacks(self._groups.append, lambda name, text: self._missing.append((name, text)))
         self.sender = make_sender(TransportSettings.of(actor.topology, actor.paths), callbacks, write)
         self.sender.hook = lambda _: actor.shown.progress()
-        self._work_s = actor.topology.limits.work_s
+        self._work_s, self._pinned = actor.topology.limits.work_s, Pinned(actor)
         self.version = max(highest, self.ring.header(HeaderWord.VERSION))
         # `experiments.forced_age` = k: the weights of k steps ago are published.
         late = actor.topology.experiments.forced_age
@@ -71,7 +97,7 @@ class Publisher:
         with self.actor.activity("publish", self._work_s):
             if not self.actor.write_or_wait("publication", lambda: self.sender.publish(version, step, tensors)):
                 return time.monotonic() - begun
-        self.version = version
+        self.version, self._pinned = version, Pinned(self.actor)
         # The step first: a reader of the new version finds a step that is at least as new. (A reader that counts ages
         # also reads the step first: in between it takes a version for older than it is, never for newer.)
         self.ring.set_header(HeaderWord.VERSION_STEP, step)
@@ -98,6 +124,11 @@ class Publisher:
         self._wait_for_pin()
         self.sender.pause_engines(self.next_version(), step)
 
+    @property
+    def is_held(self) -> bool:
+        """True while a round of validation holds the version; not once `fence` has paused the engine."""
+        return not self.sender.engines_paused and self._pinned.lasts()
+
     def announce(self) -> None:
         """Report on the bus which engines were left out and which groups were formed since the last call."""
         while self._missing:
@@ -118,22 +149,12 @@ class Publisher:
             self._late.append((0, _copies(weights())))
 
     def _wait_for_pin(self) -> None:
-        """Wait for a validation round to finish on its version while results come; a holder without results is named.
-        Rollouts that only validate keep their version by themselves."""
-        ring, seen = self.ring, -1
-        if self.actor.topology.dedicated or not version_pin.pinned_by(ring):
+        """Wait for a validation round to finish on its version."""
+        if not self._pinned.lasts():
             return
-        with self.actor.activity("held by validation", self._work_s + 30):
-            while (holder := version_pin.pinned_by(ring)) and not self.actor.stopping:
-                if (collected := ring.transitions(State.TRAINING)) != seen:  # only the holder claims meanwhile
-                    seen, limit = collected, time.monotonic() + self._work_s
-                    self.actor.shown.progress()
-                elif time.monotonic() > limit:
-                    name = version_pin.name_of(ring, holder)
-                    waited = f"had no result for {self._work_s:g} s; publishing without it"
-                    self.actor.warn("learner", f"{name} holds the version and {waited}")
-                    return
-                ring.wait(State.TRAINING, collected, PIN_LOOK_S)
+        with self.actor.activity(HELD, self._work_s + 30):
+            while self._pinned.lasts() and not self.actor.stopping:
+                self.ring.wait(State.TRAINING, self._pinned.collected, PIN_LOOK_S)
 
 
 def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
