@@ -1,7 +1,7 @@
 """Starts one process of a run: `python -m busrl.roles RUN_DIR NAME`, NAME as in `rollout/0`.
 
-Reads the resolved topology of the run directory and imports the one role that is asked for, so that no process loads
-what only another one needs.
+Imports the one role that is asked for, so that no process loads what only another one needs. Of a role that may work
+for several models the topology says before which class that is; the bus starts without a topology.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from busrl import capabilities
 from busrl.capabilities import ROLES
 from busrl.errors import LONGEST_VERDICT, NO_SPACE, RETRY, SOCKET, VERDICT, BusrlError, cause, process_code
 from busrl.paths import RunPaths
 from busrl.system.imports import uncollected
+
+SHARED = ("learner", "rollout")  # roles of which a process may work for several models
 
 
 def main() -> tuple[int, str]:
@@ -37,13 +41,9 @@ def main() -> tuple[int, str]:
         parser.error(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
     try:
         with uncollected():
-            made_by = capabilities.role(role)
+            made_by = maker(role, paths, options.name)
         gc.freeze()  # modules stay: no look for cycles among them while a model is loaded, either
-        process = made_by(options.run_dir, options.name)
-        topology = getattr(process, "whole", None)  # the bus reads none
-        if topology is not None and len(topology.models_of(options.name)) > 1:
-            process = capabilities.plug("several", role)(options.run_dir, options.name)
-        code: int = process.main()
+        code: int = made_by(options.run_dir, options.name).main()
     except BusrlError as problem:
         print(f"{options.name}: {problem}", file=sys.stderr, flush=True)
         return process_code(problem), cause(problem)
@@ -60,6 +60,19 @@ def main() -> tuple[int, str]:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     return code, ""
+
+
+def maker(role: str, paths: RunPaths, name: str) -> Callable[[str, str], Any]:
+    """The class of a process, which is another one where it works for several models."""
+    made_by: Callable[..., Any] = capabilities.role(role)
+    if role not in SHARED:
+        return made_by
+    from busrl.roles.actor import InForce  # only here: it imports the topology's tables, which the bus does without
+
+    in_force = InForce.read(paths)
+    if len(in_force.whole.models_of(name)) > 1:
+        made_by = capabilities.plug("several", role)
+    return partial(made_by, in_force=in_force)
 
 
 def reported(code: int, why: str, verdict: int | None, pid: int) -> int:

@@ -6,7 +6,8 @@ gives `setup`, `work` and, where it subscribes to messages, `handle`. Knows noth
 - The loop looks at the ring at least once per `tick_s` even when no message arrives: messages only shorten the wait.
 - Every pass of the loop moves the progress counter; a longer piece of work is declared with `activity`.
 - What is changed in flight (docs/operating.md) is taken up between two passes, by the size of control.jsonl.
-- A STOP counts only once the ring says that the run is over: a process that can write to the bus cannot end the run.
+- A STOP counts only once the rings of all models say that the run is over: a process that can write to the bus cannot
+  end the run, nor a model that has made its steps the processes that others need.
 - `stopping` is only ever set, never cleared; a role ends at the next pass after it.
 """
 
@@ -26,13 +27,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import format_exception
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy.typing as npt
 
 from busrl.bus import Endpoint
-from busrl.errors import BusNotReady, DiskFull, SharedMemoryFull, Stopped, cause
+from busrl.errors import BusNotReady, DiskFull, RingError, SharedMemoryFull, Stopped, cause
 from busrl.faults import MessageFaults, message_faults
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
@@ -198,6 +199,32 @@ class Parts:
     beside: str = ""  # the model beside the lead that the process, or this part of it, works for
 
 
+class InForce(NamedTuple):
+    """The topology of a run as it is now, and the requests that are in it: how long control.jsonl was just before."""
+
+    whole: Topology
+    followed: int
+
+    @classmethod
+    def read(cls, run: RunPaths) -> InForce:
+        followed = size_of(run.control)  # first: what is asked meanwhile is taken up later, never lost
+        return cls(Topology.from_json(run.topology.read_text()), followed)
+
+
+def is_running(ring: Ring) -> bool:
+    """Tell whether the model of this ring is trained or served, and neither ended nor asked to stop."""
+    return ring.header(HeaderWord.RUN_STATE) == RunPhase.RUNNING
+
+
+def rings_beside(topology: Topology, tag: str, run: RunPaths) -> Iterator[Ring]:
+    """The rings of the run's other models than `tag`, each open while it is looked at; one that is gone is left out."""
+    for other in topology.tags:
+        if other != tag:
+            with contextlib.suppress(RingError), contextlib.closing(
+                    Ring.attach(topology.paths_of(other, run).ring_name, read_only=True)) as ring:
+                yield ring
+
+
 def import_nothing(topology: Topology, name: str) -> None:
     """Import all that `setup` of the process `name` imports, and start nothing: processes are forked after it. For most
     roles that is done when their module is there."""
@@ -214,13 +241,17 @@ class Actor(ABC):
     # Called with bytes that came as the message of this name and are none; the bus counts and reports them itself.
     unreadable: Callable[[Rejected, str], None] | None = None
 
-    def __init__(self, run_dir: str | Path, name: str, parts: Parts | None = None) -> None:
-        """With `parts` the role is attached already, and its methods drive it; without, `main` attaches it."""
+    def __init__(
+        self, run_dir: str | Path, name: str, parts: Parts | None = None, in_force: InForce | None = None
+    ) -> None:
+        """With `parts` the role is attached already, and its methods drive it; without, `main` attaches it. `in_force`:
+        what was read of the run just now."""
         self.name, self.worker_id = name, name.replace("/", "-")
-        self._run = RunPaths.of(run_dir)
-        self.followed, self._next_follow = size_of(self._run.control), 0.0  # before what it stands for is read
-        whole = parts.topology if parts else Topology.from_json(self._run.topology.read_text())
-        self.topology, self.whole = whole if parts else whole.of(whole.tag_of(name)), whole
+        self._run, self._next_follow = RunPaths.of(run_dir), 0.0
+        if parts:
+            in_force = InForce(parts.topology, size_of(self._run.control))
+        self.whole, self.followed = in_force or InForce.read(self._run)
+        self.topology = self.whole if parts else self.whole.of(self.whole.tag_of(name))
         self.beside = parts.beside if parts else self.topology.beside
         self.paths = self._run.of_tag(self.beside)
         self.stopping = ""
@@ -403,10 +434,11 @@ class Actor(ABC):
         if (now := time.monotonic()) < self._next_follow:
             return
         self._next_follow = now + FOLLOW_EVERY_S
-        if (size := size_of(self.paths.control)) != self.followed:
-            self.topology = Topology.from_json(self._run.topology.read_text()).of(self.topology.tag)
+        if size_of(self._run.control) != self.followed:
+            self.whole, followed = InForce.read(self._run)
+            self.topology = self.whole.of(self.topology.tag)
             self.follow()
-            self.followed, self._next_heartbeat = size, 0.0
+            self.followed, self._next_heartbeat = followed, 0.0
 
     def receive(self, message: m.Message) -> None:
         """Handle a message, unless another process sent it than the one that may: a STOP that counts, or one of the
@@ -418,10 +450,10 @@ class Actor(ABC):
         elif not isinstance(message, m.Stop):
             if not m.is_of_another_model(message, self.beside):
                 self.handle(message)
-        elif self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
-            self.stop(f"STOP: {message.reason}")
-        else:
+        elif is_running(self.ring) or any(map(is_running, rings_beside(self.whole, self.topology.tag, self._run))):
             self.warn("bus", f"a STOP of {message.sender!r} is ignored: the run continues", kind="STOP")
+        else:
+            self.stop(f"STOP: {message.reason}")
 
     def _heartbeat(self) -> None:
         now = time.monotonic()

@@ -14,9 +14,9 @@ import numpy as np
 
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring
-from busrl.roles.actor import Actor
+from busrl.roles.actor import Actor, is_running
 from busrl.scheduling.groups import Bytes
-from busrl.states import HeaderWord, RunPhase, uid_of
+from busrl.states import uid_of
 from busrl.topology import Topology
 
 
@@ -69,7 +69,7 @@ class Ledger:
     @property
     def running(self) -> bool:
         """False once the model has made its steps, or is asked to stop: nothing is opened or claimed in it then."""
-        return self.ring.header(HeaderWord.RUN_STATE) == RunPhase.RUNNING
+        return is_running(self.ring)
 
     def codes(self, group: int) -> Bytes:
         """The fates of a group as they are now: of its first tries, by member, then of the second ones."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from busrl.bus import Endpoint
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
-from busrl.roles.actor import Actor, Parts, Shown
+from busrl.roles.actor import Actor, InForce, Parts, Shown
 from busrl.roles.ledgers import Ledger
 from busrl.topology import Topology
 
@@ -52,8 +52,10 @@ class Together(Actor):
 
     members: Sequence[Part] = ()
 
-    def __init__(self, run_dir: str | Path, name: str, parts: Parts | None = None) -> None:
-        super().__init__(run_dir, name, parts)
+    def __init__(
+        self, run_dir: str | Path, name: str, parts: Parts | None = None, in_force: InForce | None = None
+    ) -> None:
+        super().__init__(run_dir, name, parts, in_force)
         self._tables: list[Shown] = []  # where it shows its work, by model
 
     def parts_of(self, topology: Topology) -> tuple[Parts, Shown]:
@@ -117,7 +119,6 @@ class Together(Actor):
         self._heartbeat()
 
     def follow(self) -> None:
-        self.whole = Topology.from_json(self._run.topology.read_text())
         for member in self.members:
             member.topology, member.whole = self.whole.of(member.topology.tag), self.whole
             member.follow()

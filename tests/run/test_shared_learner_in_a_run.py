@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from checks import check_end
 from harness import Run, read_lines, running
+from role_parts import held
 from test_models_in_a_run import judged_run
 
 from busrl.ledger.audit import audit
 from busrl.paths import RunPaths
+from busrl.ring import Ring
+from busrl.states import HeaderWord
 
 pytest.importorskip("peft")
 EPISODE = '''
@@ -68,6 +72,23 @@ def test_a_killed_learner_of_two_models_replays_the_log_of_each(tmp_path: Path, 
     summary = run.summary()
     assert run.restarts("learner") == 2 and "learner/judge" not in summary["processes"]
     assert summary["models"]["judge"]["steps"] == 8 and summary["models"]["solver"]["steps"] == 8
+
+
+@pytest.mark.long
+def test_a_held_version_of_one_model_lets_the_other_go_on(tmp_path: Path, quickstart: None) -> None:
+    run = shared_run(tmp_path, steps=16)
+    run.settings.append("weights.max_staleness=6")  # so many steps may the other be ahead
+    lead, judge = both(run)
+    with running(run):
+        run.until("steps of both", lambda: 2 in steps_of(lead) and 2 in steps_of(judge))
+        with held(judge), closing(Ring.attach(judge.ring_name, read_only=True)) as ring:
+            run.until("a version that is kept back",
+                      lambda: "held by validation" in {process.activity for process in ring.processes()})
+            version, before = ring.header(HeaderWord.VERSION), max(steps_of(lead))
+            run.until("steps of the other", lambda: max(steps_of(lead)) >= before + 2)
+            assert ring.header(HeaderWord.VERSION) == version
+        check_both(run, run.wait())
+    assert run.restarts("learner") == 0, run.tail()
 
 
 @pytest.mark.long

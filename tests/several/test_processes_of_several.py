@@ -1,13 +1,16 @@
-"""A process of several models: when it counts as done, what it begins after a death, and whom a request awaits."""
+"""A process of several models: how it is made, when it ends, what it begins after a death, and what holds whom up."""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import pytest
+from role_parts import held
 from tagged import AGENT, JUDGE, SOLVER, Read
 from test_model_directories import opened
 
@@ -16,10 +19,15 @@ from busrl.launcher.processes import Deaths
 from busrl.launcher.rundir import OpenRun
 from busrl.launcher.summary import EventLog, Journal
 from busrl.launcher.supervisor import Child, Exit
-from busrl.roles.actor import Parts
+from busrl.protocol import messages as m
+from busrl.roles.__main__ import maker
+from busrl.roles.actor import Actor, Parts
+from busrl.roles.bus import Bus
 from busrl.roles.process import RoleLock
+from busrl.roles.rollout import Rollout
 from busrl.several.shared_learner import ModelLearner, SharedLearner
 from busrl.states import HeaderWord, RunPhase
+from busrl.topology import Topology
 from busrl.training.model import load
 
 LORA = '[lora]\nrank = 4\n[weights]\ntransport = "lora_hotswap"\n'
@@ -75,6 +83,77 @@ def learner_of(run: OpenRun) -> SharedLearner:
     process = SharedLearner(run.paths.root, "learner", parts_of(run))
     process.setup()
     return process
+
+
+def test_a_process_is_made_once_from_one_reading(shared: OpenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, count = Topology.from_json, Counter[str]()
+
+    def counted(text: str) -> Topology:
+        count["read"] += 1
+        return read(text)
+
+    monkeypatch.setattr(Topology, "from_json", counted)
+    for name, kind, reads in (("learner", SharedLearner, 1), ("rollout/0", Rollout, 1), ("bus", Bus, 0)):
+        count.clear()
+        made = maker(name.partition("/")[0], shared.paths, name)(str(shared.paths.root), name)
+        assert type(made) is kind and count["read"] == reads, name
+
+
+STOP = m.Stop(reason="enough", sender="launch")
+
+
+@pytest.mark.parametrize(("kind", "name"), [(SharedLearner, "learner"), (Rollout, "rollout/0")])
+def test_a_stop_counts_once_every_model_has_ended(shared: OpenRun, kind: type[Actor], name: str) -> None:
+    """The one that has made its steps first is the one in whose ring the process is."""
+    process = kind(shared.paths.root, name, parts_of(shared))
+    for tags in ((), ("solver",)):
+        done(shared, *tags)
+        process.receive(STOP)
+        assert not process.stopping, f"{tags} are done, and the judge needs the process"
+    done(shared, "judge")
+    process.receive(STOP)
+    assert process.stopping == "STOP: enough"
+
+
+def works_until(process: SharedLearner, there: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < end
+        process.work()
+
+
+def versions(run: OpenRun) -> list[int]:
+    return [each.ring.header(HeaderWord.VERSION) for each in run.every]
+
+
+def test_a_held_version_keeps_no_other_model_from_its_next(shared: OpenRun) -> None:
+    pytest.importorskip("peft")
+    process = learner_of(shared)
+    for each in shared.every:
+        each.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 1000)  # the engines wait for a version
+    judge = shared.every[1]
+    with held(judge.paths):
+        works_until(process, lambda: versions(shared)[0] == 1)
+        works_until(process, lambda: "held by validation" in {entry.activity for entry in judge.ring.processes()})
+        assert versions(shared) == [1, 0]
+    works_until(process, lambda: versions(shared) == [1, 1])
+    assert "held by validation" not in {entry.activity for entry in judge.ring.processes()}
+    process.teardown()
+
+
+def test_a_model_ends_with_its_last_version_though_it_is_held(shared: OpenRun) -> None:
+    pytest.importorskip("peft")
+    process = learner_of(shared)
+    judge = shared.every[1]
+    judge.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 1)
+    done(shared, "judge")
+    with held(judge.paths):
+        for _ in range(5):
+            process.work()
+        assert len(process.members) == 2 and versions(shared) == [0, 0]
+    works_until(process, lambda: len(process.members) == 1)
+    assert versions(shared) == [0, 1] and not process.stopping
+    process.teardown()
 
 
 def deaths_until_given_up(run: OpenRun, most: int, step: Callable[[int], None]) -> int:
