@@ -41,6 +41,7 @@ class Role(NamedTuple):
     single: bool = False  # one works at a time, under a lock
     foreign: bool = False  # another program may do it, named by `command`
     caller: bool = False  # its samples are episodes of model calls
+    of_model: bool = False  # each process is of one model, or of some that share it; others are the run's
     moves: bool = True  # maps the ring and moves samples
     awaited: bool = True  # the run cannot go on, or end, without it
     listens: str = ""  # the table of the topology with the host and port at which launch listens for it
@@ -56,9 +57,9 @@ ROLES: Final = {role.name: role for role in (
     Role("satellite", "hosts.satellite:Satellite", 4, named=False, where="away"),
     Role("sinks", "observe.sinks.role:Sinks", 5, named=False, moves=False, awaited=False, where="sinks"),
     Role("scheduler", "roles.scheduler:Scheduler", 0, named=False, where="home"),
-    Role("learner", "roles.learner:Learner", 4, default=True, single=True),
+    Role("learner", "roles.learner:Learner", 4, default=True, single=True, of_model=True),
     Role("reward", "roles.reward:Reward", 2, default=True, foreign=True),
-    Role("rollout", "roles.rollout:Rollout", 1, default=True, foreign=True),
+    Role("rollout", "roles.rollout:Rollout", 1, default=True, foreign=True, of_model=True),
     Role("agent", "agents.roles.agent:Agent", 1, caller=True),
     Role("serve", "agents.roles.serve:Serve", 1, caller=True),
     Role("atropos", "agents.roles.atropos:Atropos", 1, single=True, caller=True),
@@ -71,6 +72,7 @@ RANK: Final = "rank"  # the learner's further processes: rank/1, rank/2, ...
 IMPLIED_ROLES: Final = tuple(role.name for role in ROLES.values() if not role.named and role.name != RANK)
 SINGLE_ROLES: Final = tuple(role.name for role in ROLES.values() if role.single)
 CALLER_ROLES: Final = tuple(role.name for role in ROLES.values() if role.caller)
+MODEL_ROLES: Final = tuple(role.name for role in ROLES.values() if role.of_model)
 FOREIGN_ROLES: Final = tuple(role.name for role in ROLES.values() if role.foreign)
 
 

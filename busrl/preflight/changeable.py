@@ -11,12 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from busrl.capabilities import ROLES
+from busrl.capabilities import MODEL_ROLES, ROLES
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.preflight.derive import in_flight_limits
 from busrl.preflight.findings import Finding, lookup
 from busrl.preflight.load import compared, replaced
-from busrl.topology.models import OF_TAG
 from busrl.topology.reader import Reader, of_overrides, show
 from busrl.topology.schema import Topology
 
@@ -39,7 +38,7 @@ def whole_key(topology: Topology, key: str, scales: bool = False) -> str:
     is the name of a role whose processes are counted."""
     tag, key = _tagged(topology, key)
     key = f"process.{key}.count" if scales else key
-    if not tag and (_role(key) in OF_TAG or key.partition(".")[0] in OF_MODEL):
+    if not tag and (_role(key) in MODEL_ROLES or key.partition(".")[0] in OF_MODEL):
         tag = topology.lead
     return f"model.{tag}.{key}" if tag else key
 
@@ -69,7 +68,7 @@ def changed(topology: Topology, key: str, text: str) -> Topology:
     one of several models begins with `model.TAG.`."""
     tag, key = _tagged(topology, key)
     if tag not in ("", topology.tag):
-        if key.partition(".")[0] not in OF_MODEL and _role(key) not in OF_TAG:
+        if key.partition(".")[0] not in OF_MODEL and _role(key) not in MODEL_ROLES:
             raise UserError(f"{key} is the run's, the same for all models: set it without --model")
         after = _with(topology, changed(topology.of(tag), key, text))
         _refuse(key, after, _broken(topology, after))
@@ -111,7 +110,7 @@ def _tagged(topology: Topology, key: str) -> tuple[str, str]:
 def _with(topology: Topology, own: Topology) -> Topology:
     """The topology with what is changed in that of one of its models."""
     tables = {name: getattr(own, name) for name in (*OF_MODEL, "derived")}
-    tables["process"] = tuple(entry for entry in own.process if entry.role in OF_TAG)
+    tables["process"] = tuple(entry for entry in own.process if entry.role in MODEL_ROLES)
     rows = (dataclasses.replace(row, own=(dataclasses.replace(row.own[0], **tables),)) if row.tag == own.tag else row
             for row in topology.models)
     return dataclasses.replace(topology, models=tuple(rows))

@@ -19,12 +19,10 @@ from functools import partial
 from typing import Any
 
 from busrl import capabilities
-from busrl.capabilities import ROLES
+from busrl.capabilities import MODEL_ROLES, ROLES
 from busrl.errors import LONGEST_VERDICT, NO_SPACE, RETRY, SOCKET, VERDICT, BusrlError, cause, process_code
 from busrl.paths import RunPaths
 from busrl.system.imports import uncollected
-
-SHARED = ("learner", "rollout")  # roles of which a process may work for several models
 
 
 def main() -> tuple[int, str]:
@@ -65,7 +63,7 @@ def main() -> tuple[int, str]:
 def maker(role: str, paths: RunPaths, name: str) -> Callable[[str, str], Any]:
     """The class of a process, which is another one where it works for several models."""
     made_by: Callable[..., Any] = capabilities.role(role)
-    if role not in SHARED:
+    if role not in MODEL_ROLES:
         return made_by
     from busrl.roles.actor import InForce  # only here: it imports the topology's tables, which the bus does without
 

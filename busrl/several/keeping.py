@@ -20,7 +20,7 @@ class OtherRings:
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
 
     def __init__(self, keeper: Keeper) -> None:
-        self._keeper, self._rings = keeper, list[tuple[Ring, Ring | None]]()
+        self._keeper, self._rings = keeper, list[tuple[Ring, Ring]]()
         for topology in map(keeper.topology.of, keeper.topology.tags):
             if not topology.beside:
                 continue
@@ -52,5 +52,4 @@ class OtherRings:
     def teardown(self) -> None:
         for ring, calls in self._rings:
             ring.close()
-            if calls is not None:
-                calls.close()
+            calls.close()

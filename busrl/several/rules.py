@@ -23,10 +23,9 @@ from busrl.topology.sizes import count
 
 Clash = Callable[[str, str, str], Finding]  # of a key, with the rule and the remedy
 MOST_TAGS = 8
-ENGINE, RESTARTED = "torch", "vllm"  # of followers: one takes a checkpoint between two decoding steps, one restarts
-NAME_RULE = "a small letter, then at most 15 small letters, digits and dashes"
+TAKES, RESTARTS = "torch", "vllm"  # engines of followers: one takes a checkpoint between two steps, one starts again
 ENGINE_OF_SEVERAL = "vllm"  # that has the adapters of several models beside each other
-BESIDE = "lora_hotswap"  # the transport with which versions of one model do not stop the engine for the others
+HOTSWAP = "lora_hotswap"  # the transport with which versions of one model do not stop the engine for the others
 PLAYERS = f'[[process]] role = "{AGENT}" or "{SERVE}"'
 
 
@@ -39,7 +38,7 @@ def findings_of_run(t: Topology) -> Iterator[Finding]:
         yield _of_models(t, f"{len(seats)} seats", f"at most {MOST_SEATS} play one episode")
     trained = sum(len(row.seats) for row in t.models if row.trained)
     if len(seats) > 1:
-        yield from _together(t, trained, "model")
+        yield from _together(t, trained)
     yield from _processes(t)
     yield from _rounds(t)
     for row in t.models:
@@ -51,18 +50,18 @@ def _of_models(t: Topology, rule: str, remedy: str, warning: bool = False) -> Fi
     return Finding(("model",), rule, remedy, warning, value=f"[[model]] {', '.join(t.tags)}")
 
 
-def _clash(t: Topology, key: str) -> Clash:
+def _clash(t: Topology) -> Clash:
     who = ", ".join(seat for row in t.models for seat in row.seats) or ", ".join(t.seats)
 
     def clash(other: str, rule: str, remedy: str) -> Finding:
-        return Finding((other, key), rule, remedy, value=f"seats {who}")
+        return Finding((other, "model"), rule, remedy, value=f"seats {who}")
 
     return clash
 
 
-def _together(t: Topology, trained: int, key: str) -> Iterator[Finding]:
-    """Rules about an episode of several seats, so many of them trained; `key` says that it is one."""
-    clash = _clash(t, key)
+def _together(t: Topology, trained: int) -> Iterator[Finding]:
+    """Rules about an episode of several seats, so many of them trained."""
+    clash = _clash(t)
     roles = {entry.role for entry in t.process}
     if not roles & {AGENT, SERVE}:
         yield clash("process", "several seats play in episodes, and no process plays one", f"add a {PLAYERS}")
@@ -113,12 +112,12 @@ def _rounds(t: Topology) -> Iterator[Finding]:
 def findings_of_follower(t: Topology, row: Tag) -> Iterator[Finding]:
     """The rules about a tag that follows another; `t` is the topology of the run."""
     own, led, follow = t.of(row.tag), t.of(row.follow.model), row.follow
-    others = sorted({entry.engine for entry in own.process if entry.role == "rollout"} - {ENGINE, RESTARTED})
+    others = sorted({entry.engine for entry in own.process if entry.role == "rollout"} - {TAKES, RESTARTS})
     if others:
-        yield _of_follower(row, f"an engine of {others[0]} takes no checkpoints of another tag", f'engine = "{ENGINE}"')
-    if led.lora.on and any(entry.engine == RESTARTED for entry in own.process if entry.role == "rollout"):
+        yield _of_follower(row, f"an engine of {others[0]} takes no checkpoints of another tag", f'engine = "{TAKES}"')
+    if led.lora.on and any(entry.engine == RESTARTS for entry in own.process if entry.role == "rollout"):
         rule = f"checkpoints of {led.tag} are adapters, and vLLM starts again with whole models here"
-        yield _of_follower(row, rule, f'engine = "{ENGINE}", or no LoRA for {led.tag}')
+        yield _of_follower(row, rule, f'engine = "{TAKES}", or no LoRA for {led.tag}')
     if _widths(own) != _widths(led):
         rule = f"the model at {own.model.path} has another shape than {led.tag}'s at {led.model.path}"
         yield _of_follower(row, rule, "leave its path out: it begins with the followed one's")
@@ -147,6 +146,7 @@ def _widths(t: Topology) -> Widths | None:
 
 
 def _models(t: Topology) -> Iterator[Finding]:
+    """The rules once more where a run is changed; when a file is read they come after those of each tag."""
     return findings_of_run(t) if t.models else iter(())
 
 
@@ -192,13 +192,13 @@ def findings_of_shared(t: Topology, shared: Iterable[Shared]) -> Iterator[Findin
     """The rules about processes of several models. For an engine a model that only serves, and follows none, is the
     base itself."""
     for process in shared:
-        yield from _there(process)
-        yield from _alike(t, process)
+        yield from _knows_one_model(process)
+        yield from _differences(t, process)
         for tag in process.tags:
-            yield from _of_tag(t.of(tag), process)
+            yield from _unfit(t.of(tag), process)
 
 
-def _there(process: Shared) -> Iterator[Finding]:
+def _knows_one_model(process: Shared) -> Iterator[Finding]:
     """Report a process that knows nothing of several models: one from outside, or another program."""
     if process.entry.get("count") == 0:
         rule = f"no process {'serves' if process.role == 'rollout' else 'trains'} {' and '.join(process.tags)}"
@@ -207,7 +207,8 @@ def _there(process: Shared) -> Iterator[Finding]:
         yield process.finding("a program of another kind has one model", "remove command, or an entry for each tag")
 
 
-def _alike(t: Topology, process: Shared) -> Iterator[Finding]:
+def _differences(t: Topology, process: Shared) -> Iterator[Finding]:
+    """Report what all models of a process should have alike."""
     first, *others = process.tags
     for name, why in ALIKE[process.role].items():
         if name == DEVICE and process.entry.get("device"):
@@ -223,7 +224,8 @@ def _value(t: Topology, name: str) -> Any:
     return reduce(getattr, name.split("."), t)
 
 
-def _of_tag(own: Topology, process: Shared) -> Iterator[Finding]:
+def _unfit(own: Topology, process: Shared) -> Iterator[Finding]:
+    """Report a model that cannot share a process."""
     apart = "or an entry of its own for it"
     if own.follows:
         rule = f"{own.tag} answers with checkpoints of another model"
@@ -231,9 +233,9 @@ def _of_tag(own: Topology, process: Shared) -> Iterator[Finding]:
     elif not own.frozen and own.lora.rank == 0:
         rule = f"all weights of {own.tag} are trained, and there is one base"
         yield process.finding(rule, f"lora.rank above 0 for it, {apart}")
-    elif process.role == "rollout" and not own.frozen and own.weights.transport != BESIDE:
+    elif process.role == "rollout" and not own.frozen and own.weights.transport != HOTSWAP:
         rule = f'versions of {own.tag} come by transport = "{own.weights.transport}", not as adapters'
-        yield process.finding(rule, f'transport = "{BESIDE}" for it, {apart}')
+        yield process.finding(rule, f'transport = "{HOTSWAP}" for it, {apart}')
     elif process.role == "learner" and own.ranks > 1:
         yield process.finding(f"a learner of several models has one rank, and ranks = {own.ranks}", "ranks = 1")
     elif process.role == "learner" and own.lora.dropout:

@@ -8,7 +8,7 @@ other trace. Knows nothing of how a step is made.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
@@ -53,14 +53,14 @@ class SeatFigures(StepObserver):
         self._begin()
 
     def _begin(self) -> None:
-        self._groups, self._flat = Counter[int](), Counter[int]()
-        self._samples, self._rewards = Counter[int](), Counter[int]()
+        self._groups, self._flat, self._samples = Counter[int](), Counter[int](), Counter[int]()
+        self._rewards = defaultdict[int, float](float)  # their sum
 
     def _add(self, group: int, rewards: list[float]) -> None:
         seat = group % len(self._seats)
         self._groups[seat] += 1
         self._samples[seat] += len(rewards)
-        self._rewards[seat] += sum(rewards)  # type: ignore[assignment]
+        self._rewards[seat] += sum(rewards)
 
     def set_aside(self, group: RestingGroup) -> None:
         self._add(group.draw, group.lines["reward"].tolist())

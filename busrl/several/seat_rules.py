@@ -16,7 +16,8 @@ from busrl.topology.reader import show
 from busrl.topology.rewards import RETURNED
 from busrl.topology.schema import AGENT, SERVE, Topology
 
-NAME = re.compile(r"[a-z][a-z0-9-]{0,15}")
+NAME = re.compile(r"[a-z][a-z0-9-]{0,15}")  # of a seat, and of a tag
+NAME_RULE = "a small letter, then at most 15 small letters, digits and dashes"
 MOST_SEATS = 8
 SEATS = "model.seats"
 PLAYERS = (AGENT, SERVE)  # the roles whose episodes may have several sides
@@ -61,8 +62,7 @@ TABLE = (
 def _names(t: Topology) -> Iterator[Finding]:
     seats = t.model.seats
     if (wrong := next((name for name in seats if not NAME.fullmatch(name)), None)) is not None:
-        rule = f"{show(wrong)} is no name of a seat: a small letter, then at most 15 small letters, digits and dashes"
-        yield Finding((SEATS,), rule, 'for example "first"')
+        yield Finding((SEATS,), f"{show(wrong)} is no name of a seat: {NAME_RULE}", 'for example "first"')
     if len({*seats}) < len(seats):
         yield Finding((SEATS,), "a seat is named twice", "each plays one part of the episode: remove it, or rename it")
     if len(seats) > MOST_SEATS:

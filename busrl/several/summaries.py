@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from busrl import capabilities
+from busrl.capabilities import MODEL_ROLES
 from busrl.errors import NoSuchRun, RingError
 from busrl.paths import RunPaths
 from busrl.ring import Process, Ring
@@ -32,7 +33,6 @@ from busrl.topology.schema import Topology
 if TYPE_CHECKING:
     from busrl.several.audit import Audited
 
-OF_MODEL = ("rollout", "learner")  # roles whose processes are of one model
 MOST_READ = 32  # models of which the place in their files is kept
 
 
@@ -88,18 +88,18 @@ class Overview(NamedTuple):
     lines: list[str]
 
 
-class Read:
-    """The state of a model by its files alone, as far as they were read."""
+class FilesOfModel:
+    """The files of a model, read on with each look, and its state by these alone."""
 
-    kept: ClassVar[dict[Path, Read]] = {}  # of this process, the newest `MOST_READ`
+    kept: ClassVar[dict[Path, FilesOfModel]] = {}  # of this process, the newest `MOST_READ`
 
     def __init__(self, paths: RunPaths, uuid: Any) -> None:
         self._files, self._uuid = RunFiles(paths), uuid
         self.run = RunState(facts=self._files.facts())
 
     @classmethod
-    def of(cls, paths: RunPaths) -> RunState:
-        """The state as of now."""
+    def state(cls, paths: RunPaths) -> RunState:
+        """The state of a model as of now. NoSuchRun if it has no run.json."""
         one, uuid = cls.kept.get(paths.root), read_map(paths.run_json).get("uuid")
         if one is None or one._uuid != uuid:
             one = cls.kept[paths.root] = cls(paths, uuid)
@@ -134,7 +134,7 @@ def _now(paths: RunPaths) -> dict[str, Any]:
     trained = not topology.get("frozen")
     said: dict[str, Any] = {"trained": trained, "max_steps": as_map(topology.get("run")).get("max_steps")}
     try:
-        run = Read.of(paths)
+        run = FilesOfModel.state(paths)
     except NoSuchRun:  # it is removed just now
         run = RunState()
     said |= {"step": run.at_step, "version": run.version}
@@ -143,7 +143,7 @@ def _now(paths: RunPaths) -> dict[str, Any]:
         said |= {"reward": {"first": run.first_reward, "last_10_steps": recent}, "waits": None}
     try:
         with closing(Ring.attach(paths.ring_name, read_only=True)) as ring:
-            own = [process for process in living(ring) if process.role in OF_MODEL]
+            own = [process for process in living(ring) if process.role in MODEL_ROLES]
             waits = {"waits": next(filter(None, map(_wait, own)), None)} if trained else {}
             words = {"step": ring.header(HeaderWord.STEP), "version": ring.header(HeaderWord.VERSION)}
     except RingError:

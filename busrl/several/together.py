@@ -1,6 +1,6 @@
-"""A process that works for several models: the base of a rollout whose engine has the adapters of several.
+"""A process that works for several models: the base of a learner and of a rollout that have adapters of several.
 
-It has one actor per model, each with the ring, the weights and the topology of its model, and passes on to them what
+It has an actor for each model, with the ring, the weights and the topology of that model, and passes on to them what
 comes. Talks to the rings of its models. Knows nothing of what the actors do, or of their turns.
 
 - A model's actor is the one of a process of its own: what it does there, it does here.

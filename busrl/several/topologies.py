@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from busrl.capabilities import CALLER_ROLES, ROLES
+from busrl.capabilities import CALLER_ROLES, MODEL_ROLES, ROLES
 from busrl.errors import Problem, TopologyError
 from busrl.preflight.load import of_one_model, problem_of
-from busrl.several.rules import ENGINE_OF_SEVERAL, MOST_TAGS, NAME_RULE, Shared, findings_of_run, findings_of_shared
-from busrl.several.seat_rules import NAME
+from busrl.several.rules import ENGINE_OF_SEVERAL, MOST_TAGS, Shared, findings_of_run, findings_of_shared
+from busrl.several.seat_rules import NAME, NAME_RULE
 from busrl.topology.declare import items
-from busrl.topology.models import OF_TAG, ONLY_SEAT
+from busrl.topology.models import ONLY_SEAT
 from busrl.topology.reader import SECTIONS, KeyPath, Reader, Source, show
 from busrl.topology.schema import Own, Tag, Topology
 from busrl.topology.sizes import call_ring, sized
@@ -44,20 +44,21 @@ def topology(
     if problems:
         raise TopologyError(sorted(problems, key=source.order))
     lead = next(row for row in rows if row.tag.trained)
-    shared, loaded = _shared(source, rows, lead), dict[str, Topology]()
+    shared, loaded = _tags_of_shared(source, rows, lead), dict[str, Topology]()
     for row in (lead, *(row for row in rows if row is not lead)):
         part = _part(source, row, lead, loaded.get(lead.tag.tag))
         try:
             mine = of_one_model(part, overrides, simulated=simulated, run_dir=run_dir)
-            loaded[row.tag.tag] = _sharing(mine, row.tag.tag, _processes(source, row, lead)[1], shared)
+            loaded[row.tag.tag] = _with_shared(mine, row.tag.tag, _processes(source, row, lead)[1], shared)
         except TopologyError as error:
             problems += error.problems
         if simulated:
             break
     if not problems:
         whole = _whole(rows, lead, loaded)
-        findings = [] if simulated else [*findings_of_run(whole), *findings_of_shared(whole, _lists(source, shared))]
-        placed = [(finding, problem_of(source, whole, finding)) for finding in findings]
+        listed = _shared_entries(source, shared)
+        together = [] if simulated else [*findings_of_run(whole), *findings_of_shared(whole, listed)]
+        placed = [(finding, problem_of(source, whole, finding)) for finding in together]
         problems += [problem for finding, problem in placed if not finding.warning]
         warned = [str(problem) for finding, problem in placed if finding.warning]
     if problems:
@@ -157,8 +158,8 @@ def _faults_of_processes(source: Source, rows: Sequence[Row]) -> Iterator[Proble
             yield from _faults_of_shared(entry, tags, frozen, Problem(place, shown, "", ""))
         elif tag not in tags:
             yield Problem(place, shown, "no [[model]] has this tag", f"there are {', '.join(tags)}")
-        elif entry.get("role") not in OF_TAG:
-            yield Problem(place, shown, f"only {' and '.join(OF_TAG)} are of one model", "remove it")
+        elif entry.get("role") not in MODEL_ROLES:
+            yield Problem(place, shown, f"only {' and '.join(MODEL_ROLES)} are of one model", "remove it")
         elif entry.get("role") == "learner" and tag in frozen:
             yield Problem(place, shown, "a model that only serves has no learner", "remove this entry")
 
@@ -172,8 +173,8 @@ def _faults_of_shared(
         rule, remedy = f"no [[model]] has the tag {show(wrong[0])}", f"there are {', '.join(tags)}"
     elif len({*named}) < max(2, len(named)):
         rule, remedy = "a list has two tags or more, each once", "a single tag is written without brackets"
-    elif role not in OF_TAG:
-        rule, remedy = f"only {' and '.join(OF_TAG)} are of one model", "remove it"
+    elif role not in MODEL_ROLES:
+        rule, remedy = f"only {' and '.join(MODEL_ROLES)} are of one model", "remove it"
     elif role == "learner" and (served := [tag for tag in named if tag in frozen]):
         rule, remedy = f"{served[0]} only serves, and has no learner", "leave it out"
     elif role == "rollout" and (engine := entry.get("engine", "torch")) != ENGINE_OF_SEVERAL:
@@ -236,7 +237,7 @@ def _processes(source: Source, row: Row, lead: Row) -> tuple[list[Any], dict[int
     for at, entry in enumerate(_entries(source)):
         plain = isinstance(entry, dict)
         role, model = (entry.get("role"), entry.get("model") or lead.tag.tag) if plain else ("", lead.tag.tag)
-        if row.tag.tag in (model if isinstance(model, list) else [model]) if role in OF_TAG else row is lead:
+        if row.tag.tag in (model if isinstance(model, list) else [model]) if role in MODEL_ROLES else row is lead:
             numbers[at] = len(kept)
             kept.append({key: value for key, value in entry.items() if key != "model"} if plain else entry)
         elif role in CALLER_ROLES:
@@ -244,7 +245,7 @@ def _processes(source: Source, row: Row, lead: Row) -> tuple[list[Any], dict[int
     return [*kept, *([{"role": "serve", "count": players}] if players else [])], numbers
 
 
-def _shared(source: Source, rows: Sequence[Row], lead: Row) -> dict[int, tuple[str, ...]]:
+def _tags_of_shared(source: Source, rows: Sequence[Row], lead: Row) -> dict[int, tuple[str, ...]]:
     """The tags of each process that has several, by its place in the file: first the lead, or the first of them, to
     which the process belongs."""
     order = [lead.tag.tag, *(row.tag.tag for row in rows if row is not lead)]
@@ -252,12 +253,12 @@ def _shared(source: Source, rows: Sequence[Row], lead: Row) -> dict[int, tuple[s
     return {at: tuple(sorted(tags, key=order.index)) for at, tags in listed if isinstance(tags, list)}
 
 
-def _lists(source: Source, shared: Mapping[int, tuple[str, ...]]) -> list[Shared]:
+def _shared_entries(source: Source, shared: Mapping[int, tuple[str, ...]]) -> list[Shared]:
     """Processes of several models as they are in the file."""
     return [Shared(at, _entries(source)[at]) for at in shared]
 
 
-def _sharing(
+def _with_shared(
     mine: Topology, tag: str, numbers: Mapping[int, int], shared: Mapping[int, tuple[str, ...]]
 ) -> Topology:
     """The topology of a tag in which a shared process says whose it is; it is counted where it belongs."""
@@ -311,7 +312,7 @@ def _whole(rows: Sequence[Row], lead: Row, loaded: Mapping[str, Topology]) -> To
 
 
 def _own(mine: Topology, trained: bool) -> Own:
-    roles = OF_TAG if trained else ("rollout",)
+    roles = MODEL_ROLES if trained else ("rollout",)
     process = tuple(entry for entry in mine.process if entry.role in roles)
     derived = dataclasses.replace(mine.derived, warnings=())
     if not trained:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from busrl.capabilities import CALLER_ROLES
+from busrl.capabilities import CALLER_ROLES, MODEL_ROLES
 from busrl.errors import NoSuchRun, RingError, RingNotFound
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates, OfdLock, Process, Ring
@@ -74,7 +74,6 @@ def files_of(pid: int) -> Iterator[Path]:
 
 # -- the ring ----------------------------------------------------------------------------------------------------------
 
-WORKERS: Final = ("learner", "rollout")  # that each model has for itself
 SILENT_S: Final = 1.0  # a stopped process is silent for longer than this
 HELD_PLACES: Final = (0, 4, 18, 19, 40)  # bits of the state, owner, class, group and call of a slot, packed
 COPIED: Final = ("role", "pid", "activity", "deadline_s", "busy_ns", "tokens", "samples", "version", "remote")
@@ -193,7 +192,7 @@ def _calls(paths: RunPaths, tag: str) -> Iterator[Calls]:
 def _workers(paths: RunPaths) -> tuple[ProcessRecord, ...]:
     """The learner and the engines of a model, of its ring."""
     with suppress(RingError), closing(Ring.attach(paths.ring_name, read_only=True)) as ring:
-        found = [_process_record(ring, process) for process in ring.processes() if process.role in WORKERS]
+        found = [_process_record(ring, process) for process in ring.processes() if process.role in MODEL_ROLES]
         return tuple(replace(process, stopped=is_stopped(process)) for process in found)
     return ()
 

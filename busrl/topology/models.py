@@ -12,14 +12,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, cast
 
-from busrl.capabilities import CALLER_ROLES, ROLES, SINGLE_ROLES
+from busrl.capabilities import CALLER_ROLES, MODEL_ROLES, ROLES, SINGLE_ROLES
 from busrl.topology.prompts import Validation
 
 if TYPE_CHECKING:
     from busrl.paths import RunPaths
     from busrl.topology.schema import Model, Process, ProcessName, Run, Tag, Topology
 
-OF_TAG = ("learner", "rollout")  # the roles whose processes belong to one model
 ONLY_SEAT = "policy"  # the seat of a model that has no other name
 
 
@@ -76,7 +75,7 @@ class SeveralModels:
     @property
     def own_roles(self) -> tuple[str, ...]:
         """The roles whose processes this topology lists: beside the lead only those that belong to one model."""
-        return OF_TAG if self.beside else tuple(ROLES)
+        return MODEL_ROLES if self.beside else tuple(ROLES)
 
     def of(self, tag: str) -> Topology:
         """The topology of one model, with its processes and the entries of those that play episodes; of the lead, and
