@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from busrl.data.library import library_tokenizer
 from busrl.data.prompts import Chat, Message, Prompt
-from busrl.data.vocabulary import library_tokenizer
 from busrl.errors import DataError
 from busrl.system.files import read_map
 

@@ -2,9 +2,8 @@
 
 Many models have more rows of logits than their tokenizer has tokens, padded for speed. An id of such a row has no text,
 so a reward would judge a text that the policy did not write. No engine samples such an id, and the learner's softmax
-leaves these rows out; `token_rows` alone decides which rows they are. Reads JSON files, and starts a process that loads
-the tokenizer as transformers makes it, which is the engines' tokenizer. Knows nothing of topologies, requests or
-weights.
+leaves these rows out; `token_rows` alone decides which rows they are. Reads JSON files, and asks `busrl.data.library`
+where a folder has no tokenizer.json. Knows nothing of topologies, requests or weights.
 
 - Engine and learner leave out the same rows; otherwise the ratio of their probabilities is wrong.
 - An id that config.json or generation_config.json names as an end stays, with or without a text: it ends answers.
@@ -13,21 +12,17 @@ weights.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from busrl.data.library import FILES, library_tokenizer
 from busrl.system.files import as_map, read_map
 
 Ids = npt.NDArray[np.int32]
@@ -110,51 +105,6 @@ def _ids_of_files(folder: Path) -> set[int]:
     later = as_map(read_map(folder / "tokenizer_config.json").get("added_tokens_decoder"))
     return ids | {int(number) for number in later if number.isdecimal()} | set(
         _ids(list(read_map(folder / "added_tokens.json").values())))
-
-
-# -- the tokenizer that engines have -----
-
-# Runs in a process of its own, from which torch is hidden: importing torch takes longer than everything else.
-ASK_LIBRARY = """
-import importlib.util, sys
-known = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *more: None if name.partition(".")[0] == "torch" else known(name, *more)
-from transformers import AutoTokenizer
-made = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True)
-sys.stdout.buffer.write(made.backend_tokenizer.to_str().encode())
-"""
-ASK_S = 120.0
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # a folder with none has no tokenizer
-BESIDE = ("tokenizer_config.json", "config.json", "merges.txt")
-
-
-def library_tokenizer(folder: Path) -> str:
-    """The tokenizer that transformers makes of a folder, as the text of a tokenizer.json; "" without transformers, and
-    for a tokenizer that has no such form."""
-    there = [path for name in (*FILES, *BESIDE) if (path := folder / name).is_file()]
-    has_tokenizer = any(path.name in FILES for path in there)
-    if not has_tokenizer:
-        return ""
-    return _library_tokenizer(folder.resolve(), tuple(path.stat().st_mtime_ns for path in there))
-
-
-@lru_cache(maxsize=4)
-def _library_tokenizer(folder: Path, times: tuple[int, ...]) -> str:
-    if (library := sys.modules.get("transformers")) is not None:
-        try:
-            tokenizer = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-            return str(tokenizer.backend_tokenizer.to_str())
-        except Exception:  # then the caller falls back to tokenizer.json
-            return ""
-    if importlib.util.find_spec("transformers") is None:
-        return ""
-    quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run([sys.executable, "-c", ASK_LIBRARY, str(folder)], stdin=subprocess.DEVNULL, cwd="/",
-                              capture_output=True, timeout=ASK_S, env={**os.environ, **quiet}, check=True)
-        return done.stdout.decode()
-    except (OSError, subprocess.SubprocessError, UnicodeError):  # then the caller falls back to tokenizer.json
-        return ""
 
 
 # -- what the files say -----

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from requests_ import request, run
 from transformers import AutoTokenizer
 
 from busrl.data.chat import LightTokenizer, template_of
+from busrl.data.library import KEPT_BYTES
 from busrl.engines.tokens import tokens_of
 from busrl.engines.torch.engine import TorchEngine
 from busrl.errors import DataError, UserError
@@ -104,18 +107,47 @@ def test_engines_checks_and_agents_have_one_tokenizer(bpe_folder: Path) -> None:
     assert light.decode(light.ids(text)) == text
 
 
-def test_a_process_without_torch_asks_another_for_the_engines_tokenizer(bpe_folder: Path, tmp_path: Path) -> None:
-    """Whatever lies where it was started: the other process imports nothing of the user's."""
-    (tmp_path / "tokenize.py").write_text("raise SystemExit('not mine')")
-    code = (
-        "import sys; sys.path.remove(''); from pathlib import Path; from busrl.data.chat import LightTokenizer; "
-        "light = LightTokenizer.of(Path(sys.argv[1])); assert light.as_engines; "
-        "print(light.ids(sys.argv[2]), sorted({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    text = "what is 1234 + 5678 + 9012?"
-    done = subprocess.run([sys.executable, "-c", code, str(bpe_folder), text], capture_output=True, text=True,
-                          timeout=120, cwd=tmp_path)
-    assert done.stdout.strip() == f"{tokens_of(bpe_folder, chat=False).encode(text)} []", done.stderr
+ASKING = """
+import sys
+sys.path.remove('')
+started = []
+sys.addaudithook(lambda event, args: started.append(args[0]) if event == 'subprocess.Popen' else None)
+from pathlib import Path
+from busrl.data.chat import LightTokenizer
+light = LightTokenizer.of(Path(sys.argv[1]))
+assert light.as_engines
+print(light.ids(sys.argv[2]), sorted({'torch', 'transformers'} & set(sys.modules)), len(started))
+"""
+TEXT = "what is 1234 + 5678 + 9012?"
+
+
+def asked(folder: Path, cache: Path) -> str:
+    """Ids of TEXT, heavy modules and started processes, of a process beside files of the user's that none imports."""
+    (cwd := cache.parent / "user").mkdir(exist_ok=True)
+    (cwd / "tokenize.py").write_text("raise SystemExit('not mine')")
+    done = subprocess.run([sys.executable, "-c", ASKING, str(folder), TEXT], capture_output=True, text=True,
+                          timeout=120, cwd=cwd, env={**os.environ, "XDG_CACHE_HOME": str(cache)})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_process_without_torch_asks_another_once_for_the_engines_tokenizer(bpe_folder: Path, tmp_path: Path) -> None:
+    """What it answers is kept for later processes, and asked again where a file is another; old answers make room."""
+    shutil.copytree(bpe_folder, folder := tmp_path / "model")
+    theirs = f"{tokens_of(bpe_folder, chat=False).encode(TEXT)} []"
+    answers = [asked(folder, tmp_path / "cache") for _ in range(2)]
+    (folder / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text() + " ")
+    kept = tmp_path / "cache" / "busrl" / "tokenizers"
+    with open(kept / "old.json", "wb") as file:
+        file.truncate(KEPT_BYTES)
+    os.utime(kept / "old.json", (1, 1))
+    assert [*answers, asked(folder, tmp_path / "cache")] == [f"{theirs} 1", f"{theirs} 0", f"{theirs} 1"]
+    assert len(list(kept.iterdir())) == 2 and not (kept / "old.json").exists()
+
+
+def test_a_cache_that_cannot_be_made_changes_no_tokenizer(bpe_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    assert asked(bpe_folder, tmp_path / "cache") == f"{tokens_of(bpe_folder, chat=False).encode(TEXT)} [] 1"
 
 
 def test_counting_tokens_of_chats_imports_neither_torch_nor_transformers(chat_folder: Folder) -> None:
