@@ -73,10 +73,11 @@ class Rank(Actor):
         message, self.message = self.message, None
         if message is None:
             return False
-        limit = self.topology.limits.work_s
-        if self.topology.learner.memory.compile:
+        limit, learner = self.topology.limits.work_s, self.topology.learner
+        if learner.memory.compile:
             limit = max(limit, COMPILE_S)
-        with self.activity(type(message).__name__.lower(), limit):
+        # It shows no progress while it waits in a collective for another rank, which is named after that time.
+        with self.activity(type(message).__name__.lower(), limit + learner.parallel.collective_timeout_s):
             if not self.follower.act(message):
                 self.stop("the learner has ended")
         return True

@@ -84,7 +84,8 @@ class Parallel(Table):
     offload: str = key("none", "where parts, gradient and optimiser are: on the device, or in the host's memory",
                        choices=("none", "all"))
     reshard: bool = key(True, "give up gathered weights between forward and backward: less memory, one more gathering")
-    collective_timeout_s: float = key(120.0, "a rank that others await longer is named, all start again", above=0)
+    collective_timeout_s: float = key(120.0, "a rank that others await longer is named, all start again; left out, "
+                                      "patience_s and timeout_s of teachers behind endpoints are added", above=0)
     host_timeout_s: float = key(1800.0, "ranks of another host that are not there after this long end the run", above=0)
 
 
