@@ -198,6 +198,8 @@ def _saved(saving: Saving, seq: int) -> wire.Saved:
 
 def _answer(trainer: Trainer, message: wire.ControlMessage) -> wire.ControlMessage | None:
     match message:
+        case wire.Expect(work=work):
+            trainer.scorer.expect(wire.samples_of(work))
         case wire.Micro(work=work, routes=routes):
             _micro(trainer, work, routes)
         case wire.Score(work=work, routes=routes, by=by):

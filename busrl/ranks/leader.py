@@ -310,8 +310,9 @@ class Leader(Trainer):
         self, samples: Sequence[Sample], advantages: Advantages | Sequence[Worth], version: int | None = None
     ) -> None:
         """Forward and backward of these samples, spread over the ranks, added to the step under way."""
-        advantages = self._checked(samples, advantages)
-        for shares in self._rounds(samples):
+        advantages, rounds = self._checked(samples, advantages), self._rounds(samples)
+        self._expect(samples, rounds)
+        for shares in rounds:
             parts: list[Any] = []
             for number, share in enumerate(shares):
                 parts.append(([samples[i] for i in share], advantages.of(share), version))
@@ -325,6 +326,15 @@ class Leader(Trainer):
                     self.micro_batch(*parts[0])
                 else:
                     self.idle()
+
+    def _expect(self, samples: Sequence[Sample], rounds: Sequence[Round]) -> None:
+        """Let each rank ask teachers behind endpoints about its samples of all rounds, while it trains the first."""
+        if len(rounds) < 2 or not self.scorer.asks_ahead:  # those of one round are all asked in it
+            return
+        of_rank = ([i for shares in rounds for i in shares[number]] for number in range(len(rounds[0])))
+        parts = [[samples[i] for i in chosen] for chosen in of_rank]
+        self.team.send([wire.Expect(work=wire.work_of(self.hooks.ages_of, part)) for part in self.team.each(parts)])
+        self.scorer.expect(parts[0])
 
     def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
         self.team.send([

@@ -118,6 +118,12 @@ class Micro(Worked):
     """Forward and backward of the work, or of nothing."""
 
 
+class Expect(ControlMessage):
+    """Ask teachers behind endpoints about the samples of the work, which come in several micro-batches from now on."""
+
+    work: Work
+
+
 class Score(Worked):
     """Forward of the work, or of nothing, without gradient; answered by Scored. `by`: the trained model, the
     "reference", or the "value" head, which gives one number per token; or "every" token in the place of each."""
@@ -178,7 +184,7 @@ class LastWords(ControlMessage):
 
 
 ControlMessages = (
-    RankHello | Join | Bring | Build | Restore | Adopt | Micro | Score | Step | Gather | Save | Leave | Done | Scored
+    RankHello | Join | Bring | Build | Restore | Adopt | Expect | Micro | Score | Step | Gather | Save | Leave | Done | Scored
     | Saved | LastWords
 )
 _LENGTH = struct.Struct("<Q")

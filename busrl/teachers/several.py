@@ -65,6 +65,11 @@ class Teachers:
                 pending.append((rows, teacher.ask([NOTHING], None if ids is None else ids[:1] * 0)))
         return _gathered([(rows, *answer()) for rows, answer in pending], sum(counts), device)
 
+    @property
+    def asks_ahead(self) -> bool:
+        """True if any teacher answers from elsewhere, so that asking early saves time."""
+        return any(isinstance(teacher, Endpoint) for teacher in self._rows.values())
+
     def expect(self, samples: Sequence[Sample]) -> None:
         """Ask endpoints about samples that come soon, while others are trained."""
         for tag, part in self._parts(samples).items():

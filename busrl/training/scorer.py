@@ -99,10 +99,16 @@ class Scorer:
         return replace(inputs, entropy=entropy, reference_logprobs=referred, teacher_logprobs=taught,
                        student_logprobs=student), values
 
+    @property
+    def asks_ahead(self) -> bool:
+        """True if `expect` has an effect."""
+        return bool(getattr(self.teacher, "asks_ahead", False))
+
     def expect(self, samples: Sequence[Sample]) -> None:
         """Tell a teacher that answers from elsewhere which samples come next."""
-        if (expect := getattr(self.teacher, "expect", None)) is not None:
-            expect(samples)
+        if self.asks_ahead:
+            elsewhere: Any = self.teacher
+            elsewhere.expect(samples)
 
     def _of_logprobs(self, flat: Flat, logprobs: Tensor, advantages: Advantages) -> losses.LossInputs:
         """The inputs of the loss that need the forward of the log-probabilities alone."""

@@ -3,7 +3,7 @@
 `SMALL` in the environment is the size below which adamw8bit keeps float32 states, `WRONG=count` in it lets it count one
 token too many, `WRONG=facts` another version than rank 0's.
 `WRONG=fails`: it fails with any samples; `WRONG=updates`: in any update. With `there` in MORE, a folder, it is on
-another host, which has its copies there.
+another host, which has its copies there. `endpoint` in it: address of a teacher, and the trained model's folder.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from busrl.ranks.follower import Follower
 from busrl.ranks.meeting import Away, Place
 from busrl.ranks.mesh import Layout
 from busrl.system import files
+from busrl.teachers.base import Teacher
+from busrl.teachers.endpoint import Endpoint
+from busrl.teachers.several import Teachers
+from busrl.topology.learner import TeacherRow
 from busrl.training import optimizers
 from busrl.training.model import LoraSettings
 from busrl.training.settings import TrainerSettings
@@ -53,7 +57,7 @@ def main(rank: int, ranks: int, file: Path, collective_s: float, settings: Train
                         lora=LoraSettings(**more["lora"]) if more["lora"] else None, refers=more["refers"],
                         reference=Path(more["reference"]) if more["reference"] else None,
                         layout=Layout(ranks, tensor=more["tensor"]),
-                        taught=bool(more["teacher"]),
+                        taught=bool(more["teacher"] or more["endpoint"]), teachers=behind(*more["endpoint"]),
                         teacher=Path(more["teacher"]) if more["teacher"] else None, teacher_k=TEACHER_K)
     away = Away("gpu-0", lambda: place(file.with_suffix(".json")), Path(more["there"])) if more["there"] else None
     follower = Follower(team, settings, rank, away=away)
@@ -61,6 +65,17 @@ def main(rank: int, ranks: int, file: Path, collective_s: float, settings: Train
         message = follower.receive(60)
         if message is not None and not follower.act(message):
             return
+
+
+def behind(url: str = "", folder: str = "") -> Any:
+    """What makes the teacher at an address; None without one."""
+
+    def made(read: Any, trained: Any, words: int, on_progress: Any, together: bool = False) -> Teachers:
+        row = TeacherRow(base_url=url, patience_s=20.0, timeout_s=30.0)
+        teacher: Teacher = Endpoint(row, folder, TEACHER_K, words, on_progress)
+        return Teachers([("", teacher)], lambda group: "", None, together)
+
+    return made if url else None
 
 
 def place(note: Path) -> Place | None:

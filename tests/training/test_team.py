@@ -106,14 +106,15 @@ def test_routes_travel_with_their_samples_and_shared_prompts_once(lab: Any) -> N
 def team_of(
     folder: Path, ranks: int = 2, collective_s: float = 60, wrong: str = "", lora: LoraSettings | None = None,
     refers: bool = False, reference: Path | None = None, tensor: int = 1,
-    teacher: Path | None = None, there: Path | None = None, **settings: Any,
+    teacher: Path | None = None, there: Path | None = None, endpoint: tuple[str, ...] = (), **settings: Any,
 ) -> Iterator[Any]:
     """A team of this process and others; its followers' processes are in `processes`. `there`: where one on another
-    host has its copies of what is in `folder`."""
+    host has its copies of what is in `folder`. `endpoint`: address of a teacher, and the trained model's folder."""
     file, values = folder / "team.sock", {**SETTINGS, **settings}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WRONG": wrong}
     more = json.dumps({"lora": lora and asdict(lora), "refers": refers, "reference": reference and str(reference),
-                       "tensor": tensor, "teacher": teacher and str(teacher), "there": there and str(there)})
+                       "tensor": tensor, "teacher": teacher and str(teacher), "there": there and str(there),
+                       "endpoint": endpoint})
     program, given = [sys.executable, follower_program.__file__], json.dumps(values, default=asdict)
     processes = [
         subprocess.Popen([*program, str(rank), str(ranks), str(file), str(collective_s), given, more],
@@ -122,7 +123,8 @@ def team_of(
     ]
     known = TeamSettings(ranks, file, facts("one"), torch.device("cpu"), start_s=60, collective_s=collective_s,
                          lora=lora, refers=refers, reference=reference, teacher=teacher,
-                         taught=teacher is not None, teacher_k=TEACHER_K,
+                         taught=teacher is not None or bool(endpoint), teacher_k=TEACHER_K,
+                         teachers=follower_program.behind(*endpoint),
                          layout=Layout(ranks, tensor=tensor), hosts=("gpu-0",) if there else (),
                          address="127.0.0.1" if there else "", note=file.with_suffix(".json"), root=folder, hosts_s=60)
     team = None
