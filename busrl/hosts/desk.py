@@ -30,6 +30,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ from busrl.states import HOST_NAME, REWARD_FATES, Fate, Finish
 from busrl.system.clocks import FairClock, Tally
 
 Result = g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail
+FAST = 1  # level of zlib
 CLOSE_TO_ZERO = 1e-4  # a log-probability may be this much above 0 from rounding
 TICK_S = 0.5
 FORGOTTEN_LEASES = 2.0  # a worker that is silent for so many leases and holds nothing is removed
@@ -213,7 +215,8 @@ def _routes(pieces: Mapping[str, g.Tensor], name: str, rows: int, routing: Routi
         return np.zeros((0, *routing.shape), routing.dtype)
     if name not in pieces:
         raise Refused(f"{name} is missing: {g.ROUTES_RULE}")
-    array = read_tensor(pieces[name], name, routing.dtype, 3)
+    piece = unzipped(pieces[name], name, rows * routing.bytes_per_token)
+    array = read_tensor(piece, name, routing.dtype, 3)
     if fault := first_fault(array, rows, routing):
         raise Refused(f"{name}: {fault}")
     return array
@@ -294,6 +297,27 @@ def finite(reward: float, parts: dict[str, float]) -> float:
 def tensor(array: npt.NDArray[Any]) -> g.Tensor:
     """The array as a message carries it."""
     return g.Tensor(array.dtype.name, list(array.shape), np.ascontiguousarray(array).tobytes())
+
+
+def zipped(piece: g.Tensor) -> g.Tensor:
+    """The tensor compressed, where that makes it smaller."""
+    data = zlib.compress(piece.data, FAST)
+    return g.Tensor(piece.dtype + g.ZIPPED, piece.shape, data) if len(data) < len(piece.data) else piece
+
+
+def unzipped(piece: g.Tensor, what: str, most: int) -> g.Tensor:
+    """The tensor as it was before `zipped`; `Refused` where it has more than `most` bytes, or cannot be read."""
+    if not piece.dtype.endswith(g.ZIPPED):
+        return piece
+    stream = zlib.decompressobj()
+    try:
+        data = stream.decompress(piece.data, most + 1)
+    except zlib.error as problem:
+        raise Refused(f"{what} cannot be decompressed: {problem}") from None
+    if len(data) > most or not stream.eof:
+        fault = f"has more than {most} bytes" if len(data) > most else "is cut"
+        raise Refused(f"{what} {fault}, decompressed")
+    return g.Tensor(piece.dtype.removesuffix(g.ZIPPED), piece.shape, data)
 
 
 def _array(piece: g.Tensor, what: str, dtype: Any, most: int) -> npt.NDArray[Any]:

@@ -23,7 +23,7 @@ import numpy as np
 from busrl.data.episodes import NEEDED, TYPES
 from busrl.errors import BadTensor, NoSuchTensor
 from busrl.hosts import messages as g
-from busrl.hosts.desk import DIGESTS, FATES, HOST, digest_of, tensor
+from busrl.hosts.desk import DIGESTS, FATES, HOST, digest_of, tensor, zipped
 from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, Fates, Ring, State, segments_of
 from busrl.roles.answers import UNREADABLE, read_copies, read_generated, read_parts, text_of
@@ -31,6 +31,7 @@ from busrl.scheduling.admission import Lines
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord
 
 TENSORS = ("tokens", "logprobs", "versions", "prompt_ids")
+ROUTES = ("routes", "prompt_routes")
 BESIDE = 512  # bytes of an answer in a message beside its tensors and its text
 OF_TENSOR = 64  # bytes of an episode's tensor in a message beside its data
 COLLECT_AT_ONCE = 256
@@ -242,10 +243,10 @@ class ReadAnswer:
 
 class AnswerReader:
     """Reads answers from slots. `plays`: they are episodes; `judges`: this host makes their rewards too; `routed`: they
-    have routes."""
+    have routes, which are compressed where it `zips`."""
 
-    def __init__(self, ring: Ring, plays: bool, judges: bool, routed: bool = False) -> None:
-        self.ring, self.plays, self.judges, self.routed = ring, plays, judges, routed
+    def __init__(self, ring: Ring, plays: bool, judges: bool, routed: bool = False, zips: bool = False) -> None:
+        self.ring, self.plays, self.judges, self.routed, self.zips = ring, plays, judges, routed, zips
 
     def read(
         self, ready: list[HeldTask], unreadable: Callable[[HeldTask, Exception], None]
@@ -270,11 +271,18 @@ class AnswerReader:
                 task, text, int(line["finish"]), float(line["reward"]),
                 read_parts(self.ring, task.slot) if self.judges else {},
                 {name: column[at] for name, column in columns.items()}, int(line["step"]),
-                tensors_of(self.ring, task.slot) if self.plays else {},
-                routes_of(self.ring, task.slot, segments_of(task.word)) if self.routed and not self.plays else {},
+                self._zipped(tensors_of(self.ring, task.slot)) if self.plays else {},
+                self._routes(task) if self.routed and not self.plays else {},
             )
             for at, (task, text, line) in enumerate(zip(ready, texts, lines))
         ]
+
+    def _routes(self, task: HeldTask) -> dict[str, g.Tensor]:
+        return self._zipped(routes_of(self.ring, task.slot, segments_of(task.word)))
+
+    def _zipped(self, pieces: dict[str, g.Tensor]) -> dict[str, g.Tensor]:
+        """The tensors with routes compressed, where that is asked for."""
+        return {name: zipped(piece) if self.zips and name in ROUTES else piece for name, piece in pieces.items()}
 
     def _columns(self, slots: list[tuple[int, int]], name: str) -> list[bytes]:
         """A tensor of each slot, its segments one behind the other."""

@@ -51,6 +51,7 @@ from busrl.hosts.desk import (
     RemoteAnswer,
     read_tensor,
     tensor,
+    unzipped,
 )
 from busrl.protocol import messages as m
 from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, state_of
@@ -521,7 +522,10 @@ def received_episode(
 ) -> tuple[EpisodeArrays, dict[str, Array]]:
     """An episode that another host sent, and all its tensors; `Refused` if it breaks a rule. `newest`: the newest
     version that was published."""
-    types = TYPES if bounds.routing is None else {**TYPES, "routes": (bounds.routing.dtype, 3)}
+    types = TYPES
+    if (routing := bounds.routing) is not None:
+        types, most = {**TYPES, "routes": (routing.dtype, 3)}, bounds.limits.tokens * routing.bytes_per_token
+        tensors = {name: unzipped(piece, name, most) if name == "routes" else piece for name, piece in tensors.items()}
     if unknown := sorted(tensors.keys() - types.keys()):
         raise Refused(f"tensor {unknown[0]!r}: an episode has {', '.join(types)}")
     if missing := [name for name in NEEDED if name not in tensors]:

@@ -21,7 +21,10 @@ MOST_PIECES = 16  # tensors of an episode; docs/ring-tensors.md has their names
 
 
 class Tensor(Struct):
-    """An array inside a message: little-endian `data`, C order, `dtype` as in NumPy ("int32", "float32", "uint32")."""
+    """An array inside a message: little-endian `data`, C order, `dtype` as in NumPy ("int32", "float32", "uint32").
+
+    Routes may be compressed: with the `dtype` "uint8/zlib" or "uint16/zlib" `data` is what zlib makes of the bytes.
+    """
 
     dtype: Name
     shape: Annotated[list[Count], Meta(max_length=4)]
@@ -29,6 +32,7 @@ class Tensor(Struct):
 
 
 Pieces = Annotated[dict[Name, Tensor], Meta(max_length=MOST_PIECES)]
+ZIPPED = "/zlib"  # the end of the `dtype` of a compressed tensor
 ROUTES_RULE = "join with routes = true, and answer with REMOTE_ROUTED"
 
 

@@ -186,7 +186,7 @@ def reader_for(topology: Topology, ring: Ring) -> AnswerReader:
     """The reader of this host's answers."""
     roles, plays = {process.role for process in topology.processes()}, topology.has_callers
     judges = "reward" in roles or (plays and topology.reward.kind == RETURNED)
-    return AnswerReader(ring, plays, judges, topology.derived.routing is not None)
+    return AnswerReader(ring, plays, judges, topology.derived.routing is not None, topology.hosts.compress)
 
 
 class Exchange:

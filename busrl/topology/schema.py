@@ -383,6 +383,8 @@ class Hosts(Table):
     chain: bool = key(True, "hosts fetch weights from one another, each at a port of its own; false: all from home")
     start: tuple[str, ...] = key((), "launch starts each host by this command, which has to run `busrl host -` there, "
                                      "and starts it again when it ends; {host} is its name; empty = you start them")
+    compress: bool = key(False, "hosts compress the routes of their samples (zlib) before they send them; other tensors "
+                                "are sent as they are")
     orphan_s: float = key(1800.0, "a host that hears nothing of the run for this long ends", above=0)
 
 
@@ -747,8 +749,8 @@ class Topology(SeveralModels, Table):
                 if not table[name]:
                     del table[name]
         for tables in (data, *(own for row in data.get("models", ()) for own in row["own"])):
-            for table, names in LATER.items():
-                for name in [name for name, default in names.items() if tables[table][name] == default]:
+            for table in LATER.keys() & tables.keys():
+                for name in [name for name, default in LATER[table].items() if tables[table][name] == default]:
                     del tables[table][name]
         return data
 
@@ -765,7 +767,7 @@ class Topology(SeveralModels, Table):
 OF_SEVERAL = {"models", "tag", "frozen", "first", "apart", "follows", "served_by", "model"}
 # And these where they have their defaults, so that a run without them has the topology.json that it ever had.
 LATER: dict[str, dict[str, Any]] = {
-    "lora": {"layers": "", "experts": False}, "derived": {"routing": None},
+    "lora": {"layers": "", "experts": False}, "derived": {"routing": None}, "hosts": {"compress": False},
     "learner": {**OF_ROUTES, "teacher": [], "teacher_top": "teacher"},
 }
 LIMITS = {item.name for item in dataclasses.fields(AdmissionLimits)}

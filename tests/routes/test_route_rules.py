@@ -139,6 +139,25 @@ def test_slots_and_calls_have_room_for_routes(experts: Loader) -> None:
     assert call_ring(every)[1] - call_ring(own)[1] >= 20 * own.longest - 256
 
 
+def test_a_message_of_another_host_has_to_hold_an_answer_with_its_routes(experts: Loader, here: Path) -> None:
+    """Compressed or not: nobody promises that they get smaller."""
+    away = ("bus.endpoint=tcp://127.0.0.1:5600", f"bus.keys={here}/keys", 'process.rollout.hosts=["a"]', BF16,
+            "generation.max_new_tokens=20000", "generation.max_prompt_tokens=64")
+    own = experts("", *away, "learner.routes=own")
+    most = f"bus.max_message_bytes={own.derived.slot_bytes + (1 << 18)}"
+    assert experts("", *away, "learner.routes=own", most)
+    for compress in ("true", "false"):
+        said = refused(experts, *away, most, f"hosts.compress={compress}")
+        assert "an answer of another host may have" in said and "and comes in one message" in said
+    zipping = experts("", *away, "hosts.compress=true")
+    assert not [line for line in zipping.derived.warnings if "compress" in line]
+    assert Topology.from_json(zipping.to_json()) == zipping and zipping.hosts.compress
+    assert "compress" not in json.loads(own.to_json())["hosts"]
+    for nothing in ((*away, "learner.routes=own"), (BF16,)):
+        (line,) = [line for line in experts("", *nothing, "hosts.compress=true").derived.warnings if "compress" in line]
+        assert "only routes that other hosts send are compressed" in line
+
+
 def test_keys_about_routes_warn_where_there_are_none(experts: Loader) -> None:
     (first, second) = experts("", "learner.routes_of=answer", "learner.log_routes=on").derived.warnings
     assert "routes_of" in first and "log_routes" in second

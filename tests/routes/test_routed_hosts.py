@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from routed_ring import SHAPE, routes_at
 from busrl.data.episodes import EpisodeLimits
 from busrl.data.routing import Routed
 from busrl.hosts import messages as g
-from busrl.hosts.desk import Desk, Refused, tensor
+from busrl.hosts.desk import Desk, Refused, tensor, zipped
 from busrl.hosts.holdings import routes_of, tensors_of
 from busrl.hosts.ledgers import BothLedgers, CallLedger, EpisodeBounds, RingLedger, received_episode
 from busrl.protocol.codec import encode
@@ -108,6 +109,30 @@ def test_routes_of_a_host_arrive_as_they_stood_in_its_slot(away: Away, keeper: K
     assert np.array_equal(keeper.ring.get(slot, "routes", 0), routes_at(5, PROMPT - 1, rows))
 
 
+def test_compressed_routes_of_a_host_arrive_as_they_stood_in_its_slot(away: Away, keeper: Keeper) -> None:
+    """Those that compression makes no smaller travel as they are."""
+    away.exchange.reader.zips = True
+    dispatch(keeper.ring, 5)
+    assert away.claim(1) == 1
+    [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
+    routes, of_prompt = np.repeat(routes_at(5, 0, 1), 8, 0), routes_at(5, 0, PROMPT - 1)
+    away.ring.put(slot, word, "prompt_ids", np.arange(PROMPT, dtype=np.int32))
+    away.ring.put(slot, word, "prompt_routes", of_prompt)
+    ids, zeros = np.arange(8, dtype=np.int32), np.zeros(8, np.uint32)
+    write_segment(away.ring, slot, word, 0, ids, zeros.astype(np.float32), zeros, routes)
+    write_text(away.ring, slot, word, 0, "ab")
+    away.ring.set(slot, word, finish=1)
+    assert away.ring.commit_segment(slot, word, True)
+    away.exchange.collect()
+    [pieces] = [request.routes[0] for request in away.wire.requests if isinstance(request, g.RemoteBatch)]
+    assert pieces["routes"].dtype == "uint8/zlib" and len(pieces["routes"].data) < routes.nbytes
+    assert pieces["prompt_routes"].dtype == "uint8"
+    [slot] = (keeper.ring.lines()["uid"] == 5).nonzero()[0].tolist()
+    assert keeper.ring.line(slot)["state"] == State.GENERATED and not away.problems
+    assert np.array_equal(keeper.ring.get(slot, "routes", 0), routes)
+    assert np.array_equal(keeper.ring.get(slot, "prompt_routes"), of_prompt)
+
+
 def test_answers_of_validation_travel_without_routes(away: Away, keeper: Keeper) -> None:
     dispatch(keeper.ring, 1 << 62, cls=1)
     assert away.claim(1) == 1
@@ -182,6 +207,35 @@ def test_bad_routes_are_refused_and_the_task_stays(keeper: Keeper, changed: dict
     assert done.code == "done"
 
 
+def packed(array: np.ndarray[Any, Any], cut: int = 0) -> g.Tensor:
+    """The array compressed, whether it is smaller or not, without so many bytes of its end."""
+    data = zlib.compress(array.tobytes(), 1)
+    return g.Tensor(f"{array.dtype.name}/zlib", list(array.shape), data[: len(data) - cut])
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"routes": packed(routes_at(3, 3, 6), cut=1)}, "routes is cut, decompressed"),
+    ({"routes": packed(np.zeros((1 << 22, 2, 3), np.uint8))}, "routes has more than 18 bytes, decompressed"),
+    ({"routes": packed(routes_at(3, 3, 5))}, "routes: routes [2, 2, 3]: must be [3, 2, 3]"),
+    ({"routes": g.Tensor("uint8/zlib", [3, 2, 3], b"routes")}, "routes cannot be decompressed"),
+    ({"routes": packed(routes_at(3, 3, 6).astype(np.uint16))}, "routes has more than 18 bytes, decompressed"),
+    ({"prompt_routes": packed(routes_at(3, 0, 3), cut=5)}, "prompt_routes is cut"),
+    ({"tokens": packed(np.arange(3, dtype=np.int32))}, "tokens has dtype 'int32/zlib': it must be int32"),
+])
+def test_compressed_tensors_that_cannot_be_read_are_refused_by_name(
+    keeper: Keeper, changed: dict[str, Any], said: str
+) -> None:
+    dispatch(keeper.ring, 3)
+    keeper.ask("gen", g.RemoteJoin(life=1, role="rollout", routes=True))
+    [task] = keeper.claim("gen")
+    [refused] = keeper.ask("gen", routed_answer(task.task, **{**routes_for(3), **changed}))
+    assert refused.code == "refused" and said in refused.text
+    sound = {"routes": packed(routes_at(3, 3, 6)), "prompt_routes": packed(routes_at(3, 0, 3))}
+    [done] = keeper.ask("gen", routed_answer(task.task, **sound))
+    assert done.code == "done"
+    assert np.array_equal(keeper.ring.get(0, "routes", 0), routes_at(3, 3, 6))
+
+
 # -- episodes and calls -----
 
 
@@ -195,6 +249,10 @@ def test_an_episode_of_a_host_has_its_routes_checked(keeper: Keeper) -> None:
     pieces = tensors_of(keeper.ring, slot)
     received, arrays = received_episode(pieces, bounds, 4)
     assert np.array_equal(arrays["routes"], episode.routes) and np.array_equal(received.ids, episode.ids)
+    sent = {**pieces, "routes": packed(episode.routes)}
+    assert np.array_equal(received_episode(sent, bounds, 4)[1]["routes"], episode.routes)
+    with pytest.raises(Refused, match="routes has more than 384 bytes, decompressed"):
+        received_episode({**pieces, "routes": packed(np.zeros((65, 2, 3), np.uint8))}, bounds, 4)
     with pytest.raises(Refused, match=r"must be \[6, 2, 3\]"):
         received_episode({**pieces, "routes": tensor(episode.routes[1:])}, bounds, 4)
     with pytest.raises(Refused, match="'routes'"):
@@ -251,6 +309,12 @@ def test_messages_without_routes_have_the_fields_that_they_had() -> None:
     ]
     for message in messages:
         assert b"routes" not in encode(message), type(message)
+
+
+def test_a_tensor_that_would_grow_is_sent_as_it_is() -> None:
+    assert zipped(tensor(routes_at(3, 0, 1))).dtype == "uint8"
+    many = tensor(np.zeros((64, 2, 3), np.uint16))
+    assert zipped(many).dtype == "uint16/zlib" and zipped(many).shape == many.shape
 
 
 def test_a_slot_without_routes_gives_none(keeper: Keeper) -> None:
