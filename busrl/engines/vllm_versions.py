@@ -25,8 +25,10 @@ NATIVE_ROUTES = "enable_return_routed_experts"  # the argument by which vLLM giv
 FIRST_ROUTE = "routed_experts_prompt_start"  # and of a request: tokens of its prompt whose routes are not wanted
 NOT_WITH_ROUTES = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
 NOT_TRANSFERRED = ("Nixl", "MoRIIO", "Mooncake")  # connectors of another vLLM, which get no routes
+SPECULATIVE, ADAPTIVE = "speculative_config", "enable_adaptive_verification"  # an argument, and a key in it
+OFF = ("", "0", "f", "false", "n", "no", "none", "off")  # of a flag, as vLLM reads them
 ONE_CACHE = "disable_hybrid_kv_cache_manager"  # the argument by which all layers of a model have one kind of cache
-NOT_NOTED = ("speculative_config", "kv_transfer_config")
+NOT_NOTED = (SPECULATIVE, "kv_transfer_config")
 ANSWER_S = 60.0
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM reserves for an adapter is one of these
 
@@ -75,11 +77,13 @@ def routes_fault(device: str, eager: str, extra: Mapping[str, str], python: str 
     """The reason why vLLM cannot say which experts it chose, with these arguments, in this Python or the one given; ""
     if it can, and where nothing is known. Looks into vLLM's files for what the engine relies on: versions have had
     several ways, and their numbers do not tell which. `caches`: kinds of caches that the layers of the model have."""
+    if refused := [name for name in NOT_WITH_ROUTES if extra.get(name, "1") != "1"]:
+        return f"vLLM gives no routes with {refused[0]}"
+    if _turns_on(extra.get(SPECULATIVE, ""), ADAPTIVE):
+        return f"vLLM gives no routes with {ADAPTIVE} in {SPECULATIVE}"
     if python:
         return _answer_of(python, json.dumps((device, eager, extra, "", caches)))
     if not on_cpu(device):
-        if refused := [name for name in NOT_WITH_ROUTES if extra.get(name, "1") != "1"]:
-            return f"vLLM gives no routes with {refused[0]}"
         if other := [name for name in NOT_TRANSFERRED if name in extra.get("kv_transfer_config", "")]:
             return f"vLLM gives no routes with {other[0]} in kv_transfer_config"
         return _lacking({"engine/arg_utils.py": NATIVE_ROUTES, "outputs.py": "routed_experts"})
@@ -91,6 +95,15 @@ def routes_fault(device: str, eager: str, extra: Mapping[str, str], python: str 
         return f"routes of a vLLM on a CPU cannot be noted where layers have {caches} kinds of caches"
     return _lacking({"model_executor/layers/fused_moe/router/base_router.py": "def set_capture_fn",
                      "v1/worker/gpu_model_runner.py": "def _model_forward"})
+
+
+def _turns_on(text: str, flag: str) -> bool:
+    """Tell whether an argument, a map as JSON, turns that flag on."""
+    try:
+        keys = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(keys, dict) and str(keys.get(flag, "")).lower() not in OFF
 
 
 @lru_cache(16)

@@ -87,10 +87,9 @@ def _objections(t: Topology, shape: Routing) -> Iterator[Finding]:
             yield Finding(("learner.routes", f"process.{at}.role"), "clients of a service send no routes", OWN)
     for at, entry in rollouts(t):
         if fault := _fault_of_engine(t, entry):
-            yield Finding(("learner.routes", f"process.{at}.engine"), fault, OWN)
-        if entry.engine == "vllm" and t.vllm.extra.get("pipeline_parallel_size", "1") != "1":
-            rule = "a vLLM whose layers are on several devices in turn gives no routes"
-            yield Finding(("learner.routes", "vllm.extra"), rule, f"remove pipeline_parallel_size, or {OWN}")
+            by_argument = entry.engine == "vllm" and any(name in fault for name in t.vllm.extra)
+            keys = ("vllm.extra", "learner.routes") if by_argument else ("learner.routes", f"process.{at}.engine")
+            yield Finding(keys, fault, f"remove it, or {OWN}" if by_argument else OWN)
 
 
 def _fault_of_engine(t: Topology, entry: Process) -> str:

