@@ -72,6 +72,7 @@ EXTENDING = tuple(f"tests/examples/test_extending.py::test_a_{name}" for name in
 VALUES, VALUE_TESTS = "busrl/algorithms/gae.py", ("tests/algorithms/test_gae.py",)
 HEAD_TESTS = (
     "tests/roles/test_training_step.py::test_a_value_head_step_gradient_matches_the_plain_formulas",)
+REPLAY, REPLAYED = "busrl/routes/replay.py", ("tests/training/test_route_replay.py",)
 CAPTURE = "busrl/engines/vllm/capture.py"
 CAPTURED = ("tests/engines/test_vllm_capture.py::test_every_position_has_the_route_that_it_was_first_computed_with",)
 EPISODES = ("tests/roles/test_episode_steps.py",)
@@ -626,6 +627,17 @@ MUTANTS = (
     Mutant("routes that were taken are copied again", CAPTURE, "self._taken.add(own)", "pass", CAPTURED),
     Mutant("a call for routes ends an answer twice", "busrl/engines/vllm/routes.py", " if not running.over}", "}",
            ("tests/engines/test_vllm_joined_routes.py::test_many_ends_are_one_call_and_an_answer_ends_once",)),
+    Mutant("a shared prompt has the routes of its last sample", REPLAY, "if int(heads[number]) not in there:", "if True:", REPLAYED),
+    Mutant("the row behind a trained token's is counted", REPLAY, "columns - (firsts[which] - 1)", "columns - firsts[which]", REPLAYED),
+    Mutant("a row without routes has the last expert", REPLAY, "torch.where(given < 0, ids, given) if self._partly else given", "given", REPLAYED),
+    Mutant("a layer that is computed again is counted again", REPLAY, " or place in self._seen:", ":", REPLAYED),
+    Mutant("the balance is of the experts that the router chose", REPLAY, "self._spread(place, logits, chosen)", "self._spread(place, logits, ids)", REPLAYED),
+    Mutant("a token that is computed again has its last route", "busrl/routes/capture.py", "        routes[: len(first)] = first\n", "",
+           ("tests/engines/test_engine_routes.py",)),
+    Mutant("routes are carried in float32", "busrl/routes/rules.py", 'if t.model.dtype == "float32":', "if False:",
+           ("tests/routes/test_route_rules.py::test_auto_carries_routes_but_in_float32",)),
+    Mutant("new weights of experts are not packed", "busrl/engines/vllm/cpu_patches.py", "tensor.copy_(pack(tensor.clone()).view_as(tensor))", "pass",
+           ("tests/engines/test_vllm_parts.py::test_new_weights_of_experts_are_packed_again_on_a_cpu_alone",)),
 )
 
 

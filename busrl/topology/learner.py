@@ -253,6 +253,9 @@ class Learner(Table):
                           choices=("auto", "on", "off"))
     balance: float = key(0.0, "mixture of experts: this times the loss that spreads tokens evenly over experts is "
                          "added; 0 = off", low=0, high=100)
+    routes_compare_every: int = key(0, "replay: every so many micro-batches one is computed once more with the "
+                                    "learner's own choices, to compare (routes/mismatch_own); 0 = never",
+                                    low=0, high=1 << 20)
     mismatch_limit: float = key(1.0, "the run ends if, before its first step, the engines' log-probabilities are this "
                                      "far (nats, mean) from the learner's; 0 = never", low=0)
     ess_alarm: float = key(0.3, "warn if the effective sample size (ess) of two in three steps is below this; 0 = off",
@@ -332,4 +335,4 @@ class Routing(Table):
 
 
 # Left out of topology.json where they have their defaults, as `derived.routing` is where a run carries no routes.
-OF_ROUTES = {"routes": "auto", "routes_of": "all", "log_routes": "auto", "balance": 0.0}
+OF_ROUTES = {"routes": "auto", "routes_of": "all", "log_routes": "auto", "balance": 0.0, "routes_compare_every": 0}

@@ -46,6 +46,7 @@ class TrainerSettings(LossSettings):
     attention: str = Memory.attention
     compile: bool = Memory.compile
     balance: float = Learner.balance  # weight of the loss that spreads tokens over experts
+    routes_compare_every: int = Learner.routes_compare_every  # micro-batches, of which one is computed twice
     routing: Routing | None = None  # where samples have routes
     value: ValueSettings | None = None  # with a value head
     base_dir: str = field(default=".", repr=False)  # of the topology, for code of the user's

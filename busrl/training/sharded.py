@@ -121,6 +121,14 @@ def added(values: Sequence[float], parameters: Sequence[Tensor]) -> list[float]:
     return sums.tolist()
 
 
+def summed(values: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """The sum of a tensor over the ranks that the parameters are spread over; nothing is read back from the device."""
+    if any_spread(parameters):
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
 def add_gradients(tensors: Sequence[Tensor], copies: int, parameters: Sequence[Tensor]) -> None:
     """Sums the gradients of tensors that every rank has whole over the ranks that `parameters` are spread over, in
     place. `copies`: how many ranks compute the same samples."""

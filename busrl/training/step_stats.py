@@ -22,13 +22,15 @@ from torch import Tensor
 
 from busrl.algorithms import diagnostics
 from busrl.algorithms.diagnostics import Diagnostics
-from busrl.algorithms.losses import LossInputs
+from busrl.algorithms.losses import LossInputs, log_ratio
 from busrl.system import device
 from busrl.training.batch import Flat, Sample, pieces_of
 
 # Counts of a run with routes: tokens with routes and those without, rows of prompts that several samples share and
 # those of them with other routes, tokens with another set of experts in any layer; then of each layer those with one.
 ROUTES = ("rows", "own", "shared", "differ", "any")
+# Tokens drawn by the trained weights; their distances from the engine, with its routes and with the model's own.
+COMPARED = ("tokens", "mismatch", "mismatch_own")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class StepStats:
     step_s: float = 0.0
     sums: tuple[float, ...] = ()  # from which the diagnostics follow, in the order of their FIELDS
     routes: tuple[float, ...] = ()  # counts, in the order of ROUTES, and then by layer
+    compared: tuple[float, ...] = ()  # of micro-batches that were computed with own routes too, in the order of COMPARED
 
     def routes_of_one_pass(self, passes: int) -> tuple[float, ...]:
         """The counts of routes, with each token without them counted once; all others are read as shares."""
@@ -65,11 +68,12 @@ class StepStats:
         if not self.routes:
             return {}
         count, changed = dict(zip(ROUTES, self.routes)), self.routes[len(ROUTES) :]
-        rows = max(1.0, count["rows"])
+        rows, compared = max(1.0, count["rows"]), dict(zip(COMPARED, self.compared))
+        tokens = compared.pop("tokens", 0.0)
         return {
             "changed": sum(changed) / (rows * len(changed)), "rows": count["any"] / rows,
             "by_layer_max": max(changed) / rows, "prompt_differs": count["differ"] / max(1.0, count["shared"]),
-            "own_tokens": count["own"],
+            "own_tokens": count["own"], **({name: sum_ / tokens for name, sum_ in compared.items()} if tokens else {}),
         }
 
 
@@ -91,6 +95,7 @@ def combined(updates: Sequence[StepStats]) -> StepStats:
     return replace(
         last, **added, sums=sums, diagnostics=diagnostics.finish(sums),
         routes=added_up(update.routes for update in updates),
+        compared=added_up(update.compared for update in updates),
         loss=sum(update.loss * update.tokens for update in updates) / max(1, sum(update.tokens for update in updates)),
         padding=sum(u.padding * weight for u, weight in zip(updates, weights, strict=True)) / max(1, sum(weights)),
         partly=len({bool(update.skipped) for update in updates}) > 1,
@@ -117,6 +122,7 @@ class RankStats:
     backward_s: float
     step_s: float
     routes: tuple[float, ...] = ()
+    compared: tuple[float, ...] = ()
 
 
 def stats_of(shares: Sequence[RankStats], lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
@@ -131,8 +137,13 @@ def stats_of(shares: Sequence[RankStats], lr: float, denominator: float = 0.0, s
         lr=lr, loss=figures.loss / ((denominator or max(added["tokens"], 1)) * scale), grad_norm=shares[0].norm,
         padding=1.0 - real / computed if computed else 0.0, diagnostics=figures, skipped=shares[0].skipped, sums=sums,
         context_tokens=context, routes=added_up(share.routes for share in shares),
+        compared=added_up(share.compared for share in shares),
         culprits=tuple(dict.fromkeys(name for share in shares for name in share.culprits)), **added, **slowest,
     )
+
+
+def _read(counts: Tensor | None) -> tuple[float, ...]:
+    return () if counts is None else tuple(counts.tolist())
 
 
 # -- counts until the update ----------------------------------------------------------
@@ -152,6 +163,7 @@ class Tally:
         self._sums = torch.zeros(len(diagnostics.FIELDS), dtype=torch.float64, device=self._device)
         self.tokens = self._sequences = self._computed = self._real = self._context = 0
         self._routes: Tensor | None = None
+        self._compared: Tensor | None = None
         self._losses: list[tuple[list[int], Tensor]] = []  # uids of a micro-batch, and the loss of each
         self._marks: list[tuple[Any, Any, Any]] = []  # before and after a forward, after its backward
 
@@ -181,6 +193,14 @@ class Tally:
             counts = counts.to(self._device)
             self._routes = counts if self._routes is None else self._routes + counts
 
+    def add_compared(self, inputs: LossInputs, own: Tensor, current: Tensor) -> None:
+        """Count a micro-batch whose log-probabilities with the model's own routes are these; `current`: the tokens that
+        the trained weights drew."""
+        counted = current if inputs.mask is None else current & inputs.mask
+        gaps = [log_ratio(there.detach(), inputs.behaviour_logprobs).abs() for there in (inputs.trainer_logprobs, own)]
+        row = torch.stack([torch.ones_like(gaps[0]), *gaps]).where(counted, 0).sum(1, dtype=torch.float64)
+        self._compared = row if self._compared is None else self._compared + row
+
     @property
     def uids(self) -> list[int]:
         """The samples of the step."""
@@ -200,7 +220,8 @@ class Tally:
             computed=self._computed, real=self._real, micro_batches=len(self._losses),
             forward_s=sum(self.stopwatch.seconds(begun, between) for begun, between, _ in self._marks),
             backward_s=sum(self.stopwatch.seconds(between, ended) for _, between, ended in self._marks),
-            step_s=time.perf_counter() - started, routes=() if self._routes is None else tuple(self._routes.tolist()),
+            step_s=time.perf_counter() - started, routes=_read(self._routes),
+            compared=_read(self._compared),
         )
 
     # -- differences from the engine, of watched samples ------------------------------

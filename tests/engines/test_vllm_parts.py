@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from busrl.engines.base import PartialAnswer, Request, seed_of
+from busrl.engines.vllm import cpu_patches
 from busrl.engines.vllm.cpu_patches import pad_heads
 from busrl.engines.vllm.engine import Running
 from busrl.engines.vllm.process import abilities_of
@@ -201,6 +203,56 @@ def output(ids: list[int], finish: str | None = None, spans: Any = None) -> Any:
 
 def span(version: str, start: int, end: int) -> Any:
     return SimpleNamespace(version=version, start=start, end=end)
+
+
+class Experts(torch.nn.Module):
+    """The experts of a layer, whose kernel reads them packed if it has an `isa`."""
+
+    def __init__(self, isa: str | None, zentorch: bool = False) -> None:
+        super().__init__()
+        kernel = SimpleNamespace(isa=isa, _use_zentorch=zentorch)
+        self.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=kernel))
+        self.w13_weight, self.w2_weight = (torch.nn.Parameter(torch.full((2, 4), 9.0)) for _ in range(2))
+
+
+class Mixture(torch.nn.Module):
+    """A model whose new weights do not cover the last column of its experts: padding of the kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.plain, self.zentorch = Experts("amx"), Experts(None), Experts("amx", zentorch=True)
+        self.gate = torch.nn.Linear(3, 2, bias=False)
+
+    @torch.no_grad()
+    def load_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        given, parameters = dict(named_tensors), dict(self.named_parameters())
+        for name, tensor in given.items():
+            parameters[name][:, :3] = tensor
+        return set(given)
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_new_weights_of_experts_are_packed_again_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch, cpu: bool) -> None:
+    asked: list[str] = []
+
+    def pack(weight: torch.Tensor, isa: str) -> torch.Tensor:
+        asked.append(isa)
+        return weight.flip(-1).flatten()  # of the same size, and another shape
+
+    stubs: dict[str, Any] = {"vllm": ModuleType("vllm"), "vllm._custom_ops": SimpleNamespace(cpu_prepack_moe_weight=pack),
+             "vllm.platforms": SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu))}
+    for name, module in stubs.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    model, rows = Mixture(), torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    names = {name for name, _ in model.named_parameters()}
+    assert cpu_patches.load(model, ((name, rows) for name in names)) == names
+    assert torch.equal(model.gate.weight, rows)
+    beside = torch.tensor([[1.0, 2.0, 3.0, 9.0], [4.0, 5.0, 6.0, 9.0]])
+    packed = torch.tensor([[0.0, 3.0, 2.0, 1.0], [0.0, 6.0, 5.0, 4.0]]) if cpu else beside
+    assert asked == ["amx", "amx"] * cpu
+    for name in ("w13_weight", "w2_weight"):
+        assert torch.equal(getattr(model.packed, name), packed)
+        assert torch.equal(getattr(model.plain, name), beside) and torch.equal(getattr(model.zentorch, name), beside)
 
 
 def test_versions_are_counted_and_those_that_vllm_notes_itself_are_believed() -> None:

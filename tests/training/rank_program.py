@@ -92,11 +92,18 @@ def micro_batches(step: int, with_routes: bool = False) -> list[tuple[list[Sampl
     return [(samples[i::count], worth[i::count]) for i in range(count)]
 
 
-def train(trainer: Trainer, rank: int, world: int, steps: int) -> list[RankStats]:
-    """A round is a micro-batch on every rank; a rank for which none is left has nothing to do in the last one."""
+def rounds(parts: list[tuple[list[Sample], list[float]]], world: int) -> list[tuple[list[Sample], list[float]]]:
+    """The micro-batches that so many ranks compute at a time, each time's as one."""
+    grouped = [parts[start : start + world] for start in range(0, len(parts), world)]
+    return [([one for part, _ in some for one in part], [one for _, part in some for one in part]) for some in grouped]
+
+
+def train(trainer: Trainer, rank: int, world: int, steps: int, joined: int = 1) -> list[RankStats]:
+    """A round is a micro-batch on every rank; a rank for which none is left has nothing to do in the last one.
+    `joined`: ranks whose micro-batches this one computes as one: the balance of experts is over the rows of all."""
     shares = []
     for step in range(steps):
-        parts = micro_batches(step, trainer.settings.routing is not None)
+        parts = rounds(micro_batches(step, trainer.settings.routing is not None), joined)
         for start in range(0, len(parts), world):
             if start + rank < len(parts):
                 samples, worth = parts[start + rank]
@@ -112,8 +119,8 @@ KINDS: dict[str, dict[str, Any]] = {  # settings of the trainer
     "lora16": {"compute_dtype": "bfloat16"}, "adafactor": {"optimizer": "adafactor"},
     "adamw8bit": {"optimizer": "adamw8bit"}, "layers": {"train_layers": "1, norm"},
     "rows": {"token_rows": TokenRows(52, (49,))},  # some of its rows stand for no token
-    "routes": {"routing": ROUTING, "balance": 0.1},
-    "routesagain": {"routing": ROUTING, "activation_checkpointing": "full"},
+    "routes": {"routing": ROUTING, "balance": 0.1, "routes_compare_every": 2},
+    "routesagain": {"routing": ROUTING, "balance": 0.1, "activation_checkpointing": "full"},
 }
 
 
@@ -130,13 +137,14 @@ def lora_of(kind: str) -> LoraSettings | None:
     return LoraSettings(4, 2.0, ("q_proj", "o_proj"), seed=3) if kind.startswith("lora") else None
 
 
-def alone(family: str, steps: int, kind: str) -> dict[str, Any]:
+def alone(family: str, steps: int, kind: str, shares: int = 1) -> dict[str, Any]:
+    """`shares`: of samples, into which several ranks divide a step."""
     model, settings, lora = build(family), replace(SETTINGS, **KINDS[kind]), lora_of(kind)
     if lora is not None:
         for parameter in model.parameters():  # not the buffers
             parameter.data = parameter.data.to(getattr(torch, settings.compute_dtype))
     trainer = Trainer(model, settings) if lora is None else Trainer(model, settings, adapter=Adapter(model, lora))
-    return result(trainer, train(trainer, 0, 1, steps))
+    return result(trainer, train(trainer, 0, 1, steps, shares if settings.balance else 1))
 
 
 def parts(world: int, kind: str) -> TrainerBuilder:

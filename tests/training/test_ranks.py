@@ -121,7 +121,7 @@ def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -
         actual = of_all(folder, family, world)
         assert actual["way"] == "sharded packed", family
         kind, layout, _ = rank_program.axes_of(kind, world)
-        expected = rank_program.alone(name, steps, "" if kind == "again" else kind)  # which keeps what it computed
+        expected = rank_program.alone(name, steps, "" if kind == "again" else kind, layout.shares)  # not again
         if kind in ("bfloat16", "lora16"):
             losses, norms = (5e-3, 1e-2) if layout.tensor > 1 else (1e-3, 1e-4)  # sums over a cut layer are rounded
             assert all(one.dtype == np.float32 for one in actual["weights"].values()), "trained in float32"

@@ -20,7 +20,7 @@ from busrl.preflight.load import load as load_topology
 from busrl.roles.learner.step import TrainingStep
 from busrl.routes.replay import Replay, lay
 from busrl.training import packing
-from busrl.training.batch import Sample, Turns, flatten
+from busrl.training.batch import Sample, Turns, cut, flatten
 from busrl.training.forward import (
     Forward,
     JoinedRows,
@@ -35,6 +35,7 @@ from busrl.training.model import Adapter, LoraSettings, load
 from busrl.training.packing import plan_of
 from busrl.training.scorer import Advantages
 from busrl.training.settings import TrainerSettings
+from busrl.training.step_stats import ROUTES
 from busrl.training.trainer import Trainer
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
@@ -164,7 +165,8 @@ def test_layers_that_are_computed_again_take_the_same_routes() -> None:
     again, same = scores(way, given)
     assert torch.equal(again, logprobs) and furthest(same, slopes) == 0.0
     figures = way.replay.figures() if way.replay is not None else None
-    assert figures is not None and figures[0] == len(logprobs)  # counted once
+    assert figures is not None and figures[0] == len(logprobs)
+    assert len(figures) == len(ROUTES) + len(ROUTING.layers), "each layer is counted once"
 
 
 def test_a_sample_without_routes_or_a_prompt_without_takes_its_own() -> None:
@@ -230,6 +232,31 @@ def test_tokens_without_routes_are_counted_once_for_several_passes(tmp_path: Pat
     assert figures["own_tokens"] == 8 and 0 < figures["rows"] <= 1
 
 
+def test_every_so_many_micro_batches_are_compared_with_the_learners_own_routes() -> None:
+    given = samples()
+    settings = TrainerSettings(routing=ROUTING, micro_batch_tokens=30)
+    trainers = [Trainer(model_of(), replace(settings, routes_compare_every=every)) for every in (0, 1, 2)]
+    replayed, own = (trainers[0].score(some) for some in (given, without(given)))
+    parts = cut(given, 30, together=True)
+    assert len(parts) > 2
+    expected = [[], [at for part in parts for at in part], [at for part in parts[1::2] for at in part]]
+    weights = []
+    for trainer, chosen in zip(trainers, expected):
+        trainer.accumulate(given, [1.0, -1.0, 0.5] * 3, version=0)
+        stats = trainer.step(1e-3)
+        figures = stats.route_figures()
+        for name, logprobs in (("mismatch", replayed), ("mismatch_own", own)):
+            gaps = [abs(logprobs[at] - given[at].behaviour_logprobs) for at in chosen]
+            assert (name in figures) == bool(gaps)
+            assert not gaps or figures[name] == pytest.approx(float(np.concatenate(gaps).mean()), rel=1e-4)
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in trainer.parameters]))
+    assert figures["mismatch"] != pytest.approx(figures["mismatch_own"], rel=1e-2)
+    whole = trainers[1]
+    whole.accumulate(given, [1.0] * 9, version=1)  # which drew none of these tokens
+    assert "mismatch_own" not in whole.step(1e-3).route_figures()
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+
+
 def test_a_run_without_routes_has_no_figures_of_them() -> None:
     trainer = Trainer(model_of(), TrainerSettings())
     trainer.accumulate(samples(routed=False), [1.0] * 9)
@@ -260,7 +287,7 @@ def test_balance_is_the_loss_that_transformers_defines() -> None:
     for hook in hooks:
         hook.remove()
     assert trainer.forward.replay is not None
-    loss = trainer.forward.replay.loss()
+    loss = trainer.forward.replay.loss(torch.tensor(1.0), lambda values: values)
     assert loss is not None
     wanted = load_balancing_loss_func(tuple(logits), 8, 2)
     assert float(loss.detach()) == pytest.approx(0.5 * float(wanted.detach()), rel=1e-5)
@@ -286,7 +313,7 @@ def test_balance_counts_the_experts_that_were_used(again: bool) -> None:
     tokens = np.stack([np.bincount(used[:, layer].ravel(), minlength=8) for layer in range(2)]) / len(used)
     probability = torch.stack([torch.softmax(one, -1).mean(0) for one in logits[:2]]).mean(0).detach().numpy()
     assert trainer.forward.replay is not None
-    loss = trainer.forward.replay.loss()
+    loss = trainer.forward.replay.loss(torch.tensor(1.0), lambda values: values)
     assert loss is not None
     assert float(loss.detach()) == pytest.approx(0.5 * 8 * float(tokens.mean(0) @ probability), rel=1e-5)
 
