@@ -633,7 +633,7 @@ MUTANTS = (
     Mutant("a layer that is computed again is counted again", REPLAY, " or place in self._seen:", ":", REPLAYED),
     Mutant("the balance is of the experts that the router chose", REPLAY, "self._spread(place, logits, chosen)", "self._spread(place, logits, ids)", REPLAYED),
     Mutant("a token that is computed again has its last route", "busrl/routes/capture.py", "        routes[: len(first)] = first\n", "",
-           ("tests/engines/test_engine_routes.py",)),
+           ("tests/engines/test_engine_routes.py::test_a_token_keeps_the_route_that_it_was_drawn_by",)),
     Mutant("routes are carried in float32", "busrl/routes/rules.py", 'if t.model.dtype == "float32":', "if False:",
            ("tests/routes/test_route_rules.py::test_auto_carries_routes_but_in_float32",)),
     Mutant("new weights of experts are not packed", "busrl/engines/vllm/cpu_patches.py", "tensor.copy_(pack(tensor.clone()).view_as(tensor))", "pass",

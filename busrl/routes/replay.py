@@ -241,8 +241,8 @@ class Replay:
         self._shares.setdefault(place, (counts / len(self._real), of_probability))
 
     def loss(self, share: Tensor | None, summed: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """What the balance loss adds: as transformers defines it, over the experts that were used, by the means over
-        the rows of all ranks that compute now. The others' part of the probabilities is constant here."""
+        """Give what the balance loss adds: as transformers defines it, over the experts that were used, by the means
+        over the rows of all ranks that compute now. The others' part of the probabilities is constant here."""
         if not self._shares or self._real is None:
             return None
         tokens, probability = (torch.stack(rows).mean(0) for rows in zip(*self._shares.values(), strict=True))

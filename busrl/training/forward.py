@@ -46,8 +46,8 @@ class Replay(Protocol):
         """Let the next forward, which computes these rows of a sample of one piece alone, take their routes."""
 
     def loss(self, share: Tensor | None, summed: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """What the balance loss adds to the last forward, the losses of whose tokens add up to `share` if each is 1;
-        None where there is no such loss, or no `share`. `summed`: over all ranks that compute now."""
+        """Give what the balance loss adds to the last forward, the losses of whose tokens add up to `share` if each is
+        1; None where there is no such loss, or no `share`. `summed`: over all ranks that compute now."""
 
     def figures(self) -> Tensor | None:
         """Counts of the last forward, as `step_stats` adds them up; None in a run without routes."""

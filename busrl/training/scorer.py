@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from busrl import capabilities
 from busrl.algorithms import catalog, diagnostics, losses
 from busrl.algorithms.gae import Valued, value_loss
-from busrl.training import batch
+from busrl.training import batch, sharded
 from busrl.training.batch import Flat, Sample, Worth
 from busrl.training.forward import Forward, Scores
 from busrl.training.model import vocabulary
@@ -77,6 +78,7 @@ class Scorer:
         """`dtype`: of what the loss computes with. `ages_of`: steps since the version of each token."""
         self.forward, self.settings, self.dtype, self.device = forward, settings, dtype, device
         self.ages_of, self.value_head, self.reference, self.teacher = ages_of, value_head, reference, teacher
+        self._micro_batches = 0
 
     def flatten(self, samples: Sequence[Sample]) -> Flat:
         return batch.flatten(samples, self.dtype, self.device)
@@ -157,6 +159,26 @@ class Scorer:
             self.teacher([NOTHING], flat)
         logprobs, _ = self.forward.score([NOTHING], flat)
         return logprobs.nan_to_num().sum() * 0
+
+    # -- a mixture of experts -----
+
+    def balance(self, share: Tensor | None, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Give what the balance loss adds to a micro-batch, the losses of whose tokens add up to `share` if each is 1;
+        None of a rank without work. A collective of the ranks that the parameters are spread over."""
+        replay = self.forward.replay
+        return None if replay is None else replay.loss(share, partial(sharded.summed, parameters=parameters))
+
+    @torch.no_grad()
+    def by_own_routes(self, samples: Sequence[Sample], flat: Flat) -> Tensor | None:
+        """Score every so many micro-batches with the experts that the model chooses; None of all others. A forward of
+        all ranks, which have counted as many micro-batches; nothing may need the last forward any more."""
+        every = 0 if self.settings.routing is None else self.settings.routes_compare_every
+        self._micro_batches += 1
+        if not every or self._micro_batches % every:
+            return None
+        return self.forward.by_itself().score(samples, flat)[0]
+
+    # -- without a gradient -----
 
     @torch.no_grad()
     def at_once(self, samples: Sequence[Sample], by: str = "") -> tuple[Tensor, Tensor]:

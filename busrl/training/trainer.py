@@ -17,7 +17,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,7 +104,7 @@ class Trainer:
         self._device = self.forward.where or self.parameters[0].device
         dtype, value = torch.promote_types(self.parameters[0].dtype, torch.float32), settings.value
         self.value_head = None if value is None else ValueHead.of(model, value, dtype, self._device)
-        self.tally, self._micro_batches = Tally(self._device), 0
+        self.tally = Tally(self._device)
         self._clear()
         self.scorer = Scorer(
             self.forward, settings, dtype, self._device, hooks.ages_of, self.value_head,
@@ -156,7 +155,7 @@ class Trainer:
             loss, trained = loss * weights, trained * weights
             share = (weights if flat.mask is None else weights[flat.mask]).sum()
         total = trained.sum()
-        if (balance := self._balance(share)) is not None:
+        if (balance := self.scorer.balance(share, self.parameters)) is not None:
             total = total + balance
         forwarded = self.tally.mark()
         total.backward()  # type: ignore[no-untyped-call]
@@ -168,33 +167,17 @@ class Trainer:
         self.tally.keep_gaps(samples, inputs)
         self.tally.add(samples, flat, row, with_values, self.forward.size(samples))
         self.tally.add_routes(None if self.forward.replay is None else self.forward.replay.figures())
-        if (own := self._by_own_routes(samples, flat)) is not None and current is not None:
+        if (own := self.scorer.by_own_routes(samples, flat)) is not None and current is not None:
             self.tally.add_compared(inputs, own, current)
         self.hooks.on_progress()
 
     def idle(self) -> None:
         """A micro-batch of nothing: the forward and backward of a rank without work, whose gradient is 0."""
         nothing = self.scorer.idle()
-        self._balance(None)
+        self.scorer.balance(None, self.parameters)
         nothing.backward()  # type: ignore[no-untyped-call]
-        self._by_own_routes([NOTHING], self.scorer.flatten([NOTHING]))
+        self.scorer.by_own_routes([NOTHING], self.scorer.flatten([NOTHING]))
         self.hooks.on_progress()
-
-    def _balance(self, share: Tensor | None) -> Tensor | None:
-        """What the balance loss of experts adds to a micro-batch, the losses of whose tokens add up to `share` if each
-        is 1: a collective of all ranks, those without work too."""
-        replay = self.forward.replay
-        return None if replay is None else replay.loss(share, partial(sharded.summed, parameters=self.parameters))
-
-    @torch.no_grad()
-    def _by_own_routes(self, samples: Sequence[Sample], flat: batch.Flat) -> Tensor | None:
-        """On every so many micro-batches, the log-probabilities with the experts that the model chooses: a forward of
-        all ranks, which have counted as many micro-batches. Called when nothing needs the last forward any more."""
-        every = 0 if self.settings.routing is None else self.settings.routes_compare_every
-        self._micro_batches += 1
-        if not every or self._micro_batches % every:
-            return None
-        return self.forward.by_itself().score(samples, flat)[0]
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], by: str = "") -> list[Floats]:
