@@ -249,7 +249,7 @@ def _timeout_of(kind: str) -> float:
 
 
 def _with_algorithm(draft: Topology, source: Source) -> Topology:
-    """Set the keys that the file leaves out and recipe, loss or an optional part sets; `derived.algorithm` lists them."""
+    """Set the keys that recipe, loss or an optional part sets and the file leaves out; `derived.algorithm` has them."""
     notes: list[str] = []
     recipe = f'recipe "{draft.learner.recipe}"'
     for key, value in catalog.RECIPES.get(draft.learner.recipe, {}).items():

@@ -184,8 +184,8 @@ class LastWords(ControlMessage):
 
 
 ControlMessages = (
-    RankHello | Join | Bring | Build | Restore | Adopt | Expect | Micro | Score | Step | Gather | Save | Leave | Done | Scored
-    | Saved | LastWords
+    RankHello | Join | Bring | Build | Restore | Adopt | Expect | Micro | Score | Step | Gather | Save | Leave | Done
+    | Scored | Saved | LastWords
 )
 _LENGTH = struct.Struct("<Q")
 LONGEST = 1 << 34

@@ -383,8 +383,8 @@ class Hosts(Table):
     chain: bool = key(True, "hosts fetch weights from one another, each at a port of its own; false: all from home")
     start: tuple[str, ...] = key((), "launch starts each host by this command, which has to run `busrl host -` there, "
                                      "and starts it again when it ends; {host} is its name; empty = you start them")
-    compress: bool = key(False, "hosts compress the routes of their samples (zlib) before they send them; other tensors "
-                                "are sent as they are")
+    compress: bool = key(False, "hosts compress the routes of their samples (zlib) before they send them, and nothing "
+                                "else")
     orphan_s: float = key(1800.0, "a host that hears nothing of the run for this long ends", above=0)
 
 

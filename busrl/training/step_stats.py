@@ -56,7 +56,7 @@ class StepStats:
     step_s: float = 0.0
     sums: tuple[float, ...] = ()  # from which the diagnostics follow, in the order of their FIELDS
     routes: tuple[float, ...] = ()  # counts, in the order of ROUTES, and then by layer
-    compared: tuple[float, ...] = ()  # of micro-batches that were computed with own routes too, in the order of COMPARED
+    compared: tuple[float, ...] = ()  # of micro-batches that were computed by own routes too, in the order of COMPARED
 
     def routes_of_one_pass(self, passes: int) -> tuple[float, ...]:
         """The counts of routes, with each token without them counted once; all others are read as shares."""

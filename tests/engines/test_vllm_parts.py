@@ -239,8 +239,10 @@ def test_new_weights_of_experts_are_packed_again_on_a_cpu_alone(monkeypatch: pyt
         asked.append(isa)
         return weight.flip(-1).flatten()  # of the same size, and another shape
 
-    stubs: dict[str, Any] = {"vllm": ModuleType("vllm"), "vllm._custom_ops": SimpleNamespace(cpu_prepack_moe_weight=pack),
-             "vllm.platforms": SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu))}
+    stubs: dict[str, Any] = {
+        "vllm": ModuleType("vllm"), "vllm._custom_ops": SimpleNamespace(cpu_prepack_moe_weight=pack),
+        "vllm.platforms": SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu)),
+    }
     for name, module in stubs.items():
         monkeypatch.setitem(sys.modules, name, module)
     model, rows = Mixture(), torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])

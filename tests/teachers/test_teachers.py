@@ -358,8 +358,11 @@ def test_each_rank_asks_a_teacher_ahead_about_all_of_its_share(
         weights = {name: tensor.clone() for name, tensor in trainer.named_weights().items()}
     assert len(one.asked) == 2 + len(samples)
     way = choose_forward(load_model(folders["one"]))
-    alone = Trainer(load_model(folders["student"]), TrainerSettings(**more), teach=lambda *_: lambda part, flat: way.best(
-        part, flat, TEACHER_K, WORDS))
+
+    def best(part: Any, flat: Any) -> Any:
+        return way.best(part, flat, TEACHER_K, WORDS)
+
+    alone = Trainer(load_model(folders["student"]), TrainerSettings(**more), teach=lambda *_: best)
     alone.accumulate(samples, [1.0] * len(samples))
     expected = alone.step(1e-2)
     assert stats.loss == pytest.approx(expected.loss, abs=1e-5) and stats.loss
