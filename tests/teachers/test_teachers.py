@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,13 +34,8 @@ from busrl.teachers.several import Teachers
 from busrl.topology import Topology
 from busrl.topology.learner import TeacherRow
 from busrl.training.batch import flatten
-from busrl.training.forward import choose_forward
-from busrl.training.model import load as load_model
 from busrl.training.scorer import NOTHING, Advantages
-from busrl.training.settings import TrainerSettings
 from busrl.training.step_stats import StepStats
-from busrl.training.trainer import Trainer
-from tests.training.test_team import SETTINGS, TEACHER_K, team_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = task.Recipe()
@@ -334,40 +328,6 @@ def test_a_rank_that_waits_in_vain_for_a_teacher_blames_no_sample() -> None:
     with pytest.raises(PeerTimeout):
         Waiting().act(wire.Micro(work=work))
     assert [(words.text, words.uids) for words in sent] == [("the teacher is gone", [])]
-
-
-@pytest.mark.long
-def test_each_rank_asks_a_teacher_ahead_about_all_of_its_share(
-    topology: Topology, folders: dict[str, Path], one: TeacherServer, tmp_path: Path
-) -> None:
-    """It answers nothing until it was asked about every sample, and these are trained in several rounds."""
-
-    class Gate(threading.Barrier):
-        set = threading.Barrier.abort
-
-    samples = [to_sample(record) for record in records(groups=6)]
-    most = 4 * max(sample.length for sample in samples)
-    more = {**SETTINGS, "loss": "topk_kl", "micro_batch_tokens": most}
-    with team_of(tmp_path, endpoint=(one.url, str(folders["student"])), **more) as team:
-        trainer = team.trainer(folders["student"], TrainerSettings(**more))
-        assert len(one.asked) == 2, "each rank proves its teacher at the start"
-        assert len(trainer._rounds(samples)) > 1
-        one.gate = Gate(len(samples))  # type: ignore[assignment]
-        trainer.accumulate(samples, [1.0] * len(samples))
-        stats = trainer.step(1e-2)
-        weights = {name: tensor.clone() for name, tensor in trainer.named_weights().items()}
-    assert len(one.asked) == 2 + len(samples)
-    way = choose_forward(load_model(folders["one"]))
-
-    def best(part: Any, flat: Any) -> Any:
-        return way.best(part, flat, TEACHER_K, WORDS)
-
-    alone = Trainer(load_model(folders["student"]), TrainerSettings(**more), teach=lambda *_: best)
-    alone.accumulate(samples, [1.0] * len(samples))
-    expected = alone.step(1e-2)
-    assert stats.loss == pytest.approx(expected.loss, abs=1e-5) and stats.loss
-    for name, tensor in alone.named_weights().items():
-        torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=1e-4)
 
 
 def test_another_tokenizer_is_refused_by_name(topology: Topology, one: TeacherServer) -> None:

@@ -4,6 +4,8 @@ each test makes its own team."""
 from __future__ import annotations
 
 import copy
+import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from teacher_server import serving
 
 from busrl.algorithms import gae
 from busrl.errors import FunctionRefused, RankLost, UserError
+from busrl.quickstart import maker, task
 from busrl.ranks.builder import TrainerBuilder
 from busrl.training import checkpoint, optimizers
 from busrl.training.batch import flatten
@@ -295,3 +299,44 @@ def test_a_teacher_over_ranks_is_that_of_one(tensor: int, lab: Any, tmp_path: Pa
             each.accumulate(single, [1.0])
         assert_same_steps([trainer.step(1e-2)], [one.step(1e-2)])
         assert_same_weights(trainer.named_weights(), dict(one.named_weights()))
+
+
+def a_small_model(folder: Path, seed: int) -> Path:
+    """With a tokenizer, as a teacher behind an endpoint needs one."""
+    recipe = task.Recipe()
+    model = maker.new_model(recipe)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    maker.save(folder, recipe, maker.new_tokenizer(recipe), model)
+    return folder
+
+
+@pytest.mark.long
+def test_each_rank_asks_a_teacher_ahead_about_all_of_its_share(lab: Any, tmp_path: Path) -> None:
+    """It answers nothing until it was asked about every sample, and these are trained in several rounds."""
+
+    class Gate(threading.Barrier):
+        set = threading.Barrier.abort
+
+    student, taught_by = (a_small_model(tmp_path / name, seed) for seed, name in enumerate(("student", "teacher")))
+    words, way = len(task.VOCABULARY), choose_forward(load(taught_by))
+    samples = [replace(one, prompt_ids=one.prompt_ids % words, token_ids=one.token_ids % words)
+               for one in lab.samples(groups=5)]
+    more = {**SETTINGS, "loss": "topk_kl"}
+    with serving(taught_by) as server, team_of(tmp_path, endpoint=(server.url, str(student)), **more) as team:
+        trainer = team.trainer(student, TrainerSettings(**more))
+        assert len(server.asked) == 2, "each rank proves its teacher at the start"
+        assert len(trainer._rounds(samples)) > 1
+        server.gate = Gate(len(samples))  # type: ignore[assignment]
+        trainer.accumulate(samples, [1.0] * len(samples))
+        found = trainer.step(1e-2)
+        assert len(server.asked) == 2 + len(samples)
+
+    def best(part: Any, flat: Any) -> Any:
+        return way.best(part, flat, TEACHER_K, vocabulary(way.model))
+
+    alone = Trainer(load(student), TrainerSettings(**more), teach=lambda *_: best)
+    alone.accumulate(samples, [1.0] * len(samples))
+    assert_same_steps([found], [alone.step(1e-2)])
