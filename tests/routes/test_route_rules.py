@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from topologies import write_model
 
+from busrl import curve
 from busrl.data.routing import Routing
 from busrl.errors import TopologyError
 from busrl.topology import Topology
@@ -141,6 +142,7 @@ def test_slots_and_calls_have_room_for_routes(experts: Loader) -> None:
 
 def test_a_message_of_another_host_has_to_hold_an_answer_with_its_routes(experts: Loader, here: Path) -> None:
     """Compressed or not: nobody promises that they get smaller."""
+    curve.init(here / "keys")
     away = ("bus.endpoint=tcp://127.0.0.1:5600", f"bus.keys={here}/keys", 'process.rollout.hosts=["a"]', BF16,
             "generation.max_new_tokens=20000", "generation.max_prompt_tokens=64")
     own = experts("", *away, "learner.routes=own")
