@@ -140,7 +140,7 @@ def test_slots_and_calls_have_room_for_routes(experts: Loader) -> None:
     assert call_ring(every)[1] - call_ring(own)[1] >= 20 * own.longest - 256
 
 
-def test_a_message_of_another_host_has_to_hold_an_answer_with_its_routes(experts: Loader, here: Path) -> None:
+def test_a_message_of_another_host_holds_an_answer_with_its_routes(experts: Loader, here: Path) -> None:
     """Compressed or not: nobody promises that they get smaller."""
     curve.init(here / "keys")
     away = ("bus.endpoint=tcp://127.0.0.1:5600", f"bus.keys={here}/keys", 'process.rollout.hosts=["a"]', BF16,
