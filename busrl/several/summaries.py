@@ -115,10 +115,11 @@ def overview(run_dir: str | os.PathLike[str]) -> Overview | None:
     return Overview("models", data, [*_shown(data)]) if data else None
 
 
-def models_now(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """All models of a run as they are shown, by their tags, the lead first; {} of a run of one model."""
+def models_now(run_dir: Path, beside: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """All models of a run as they are shown, by their tags, the lead first; {} of a run of one model. `beside`: those
+    beside the lead, where an overview has just looked at them."""
     run = RunPaths.of(run_dir)
-    beside = {paths.root.name: _now(paths) for paths in _beside(run)}
+    beside = beside or {paths.root.name: _now(paths) for paths in _beside(run)}
     return {str(read_map(run.topology).get("tag") or "lead"): _now(run), **beside} if beside else {}
 
 

@@ -119,7 +119,7 @@ def picture(watcher: Watcher, target: RunPaths | str, history: History, now: flo
     flows = {name: [round(flow.rate.per_s(), 2), round(flow.byte_rate.per_s(), 1), flow.count, flow.bytes]
              for name, flow in run.traffic.by_sender.items()}
     stall = data.get("waits") if data.get("stalled_s") else None
-    several = _models(target)
+    several = _models(target, data.get("models") or {})
     return {**data, "web": {
         "headline": phrases.headline(run, wall), "progress": words.progress(run, now), "over": over, "ended": run.ended,
         "words": {name: phrase for name, phrase in words.labelled(run, now).items() if name != "sample"}
@@ -133,11 +133,12 @@ def picture(watcher: Watcher, target: RunPaths | str, history: History, now: flo
     }}
 
 
-def _models(target: RunPaths | str) -> dict[str, Any]:
-    """The models of the run, by their tags, the lead first, and which of them this is; {} of a run of one model."""
+def _models(target: RunPaths | str, beside: Mapping[str, Any]) -> dict[str, Any]:
+    """The models of the run, by their tags, the lead first, and which of them this is; {} of a run of one model.
+    `beside`: those beside the lead, if they are known."""
     if not isinstance(target, RunPaths):
         return {}
-    models = {tag: said for look in plugs("models_now") for tag, said in look(target.home).items()}
+    models = {tag: said for look in plugs("models_now") for tag, said in look(target.home, beside).items()}
     return {"models": models, "model": tag_of(target)} if models else {}
 
 
