@@ -42,13 +42,13 @@ def parts(topology: Any = None, ring: Any = None, bus: Any = None, fates: Any = 
 
 
 @contextmanager
-def held(paths: RunPaths) -> Iterator[None]:
-    """A validator, which is this process, holds the version of a model, as in a round."""
+def held(paths: RunPaths) -> Iterator[Ring]:
+    """A validator, which is this process, holds the version of a model, as in a round; its entry's ring."""
     ring = Ring.attach(paths.ring_name)
     try:
         ring.register("validator", "validator")
         assert version_pin.pin(ring)
-        yield
+        yield ring
         version_pin.unpin(ring)
     finally:
         ring.close()

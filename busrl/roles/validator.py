@@ -236,7 +236,10 @@ class Validator(Actor):
         if self.round is None:
             self._maybe_start()
             return False
-        moved = self._dispatch_some() + self._collect()
+        collected = self._collect()
+        for ring in self.other_rings:  # where the version of another model may be held: results come
+            ring.add(samples=collected)
+        moved = self._dispatch_some() + collected
         if self._is_over():
             self._finish()
         return bool(moved)

@@ -9,7 +9,7 @@ the ring only. A module of its own because three roles share it.
 
 from __future__ import annotations
 
-from busrl.ring import Ring
+from busrl.ring import Process, Ring
 from busrl.states import HeaderWord
 
 INDEX_BITS = 16
@@ -47,10 +47,24 @@ def clear_stale(ring: Ring) -> bool:
 def is_stale(ring: Ring, seen: int) -> bool:
     """True if the life of the process that this word names is over."""
     lives = {entry.epoch << INDEX_BITS | entry.index for entry in ring.processes()}
-    return seen not in lives or ring.is_dead(seen & ((1 << INDEX_BITS) - 1))
+    return seen not in lives or ring.is_dead(_index(seen))
 
 
 def name_of(ring: Ring, seen: int) -> str:
-    index = seen & ((1 << INDEX_BITS) - 1)
-    process = next((process for process in ring.processes() if process.index == index), None)
-    return f"process {index}" if process is None else f"{process.label} (pid {process.pid})"
+    process = _holder(ring, seen)
+    return f"process {_index(seen)}" if process is None else f"{process.label} (pid {process.pid})"
+
+
+def results_of(ring: Ring, seen: int) -> int:
+    """The results that the holder has counted in its entry: those of a round whose samples are in another model's ring.
+    """
+    process = _holder(ring, seen)
+    return 0 if process is None else process.samples
+
+
+def _index(seen: int) -> int:
+    return seen & ((1 << INDEX_BITS) - 1)
+
+
+def _holder(ring: Ring, seen: int) -> Process | None:
+    return next((process for process in ring.processes() if process.index == _index(seen)), None)

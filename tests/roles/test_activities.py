@@ -170,6 +170,7 @@ def test_a_publication_waits_for_a_validation_with_results_alone(
     monkeypatch.setattr(publish.time, "monotonic", lambda: ring.passed_s)
     monkeypatch.setattr(publish.version_pin, "pinned_by", lambda ring: ring.header("hold"))
     monkeypatch.setattr(publish.version_pin, "name_of", lambda ring, holder: "validator (pid 7)")
+    monkeypatch.setattr(publish.version_pin, "results_of", lambda ring, holder: 0)
     monkeypatch.setattr(publish, "make_sender", lambda *settings: SimpleNamespace(pause_engines=lambda *of: None))
     monkeypatch.setattr(publish.TransportSettings, "of", lambda topology, paths: None)
     topology = SimpleNamespace(

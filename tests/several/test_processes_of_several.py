@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from role_parts import held
@@ -23,6 +25,7 @@ from busrl.protocol import messages as m
 from busrl.roles.__main__ import maker
 from busrl.roles.actor import Actor, Parts
 from busrl.roles.bus import Bus
+from busrl.roles.learner import publish
 from busrl.roles.process import RoleLock
 from busrl.roles.rollout import Rollout
 from busrl.several.shared_learner import ModelLearner, SharedLearner
@@ -139,6 +142,29 @@ def test_a_held_version_keeps_no_other_model_from_its_next(shared: OpenRun) -> N
     works_until(process, lambda: versions(shared) == [1, 1])
     assert "held by validation" not in {entry.activity for entry in judge.ring.processes()}
     process.teardown()
+
+
+def test_results_in_the_ring_of_another_model_keep_a_version_held(
+    shared: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, now, told = shared.every[1], [0.0], list[str]()
+    monkeypatch.setattr(publish.time, "monotonic", lambda: now[0])
+    topology = SimpleNamespace(dedicated=False, limits=SimpleNamespace(work_s=10.0))
+    learner: Any = SimpleNamespace(
+        ring=judge.ring, topology=topology, shown=SimpleNamespace(progress=lambda: None),
+        warn=lambda _, text: told.append(text))
+    pinned = publish.Pinned(learner)
+    assert not pinned.lasts()
+    with held(judge.paths) as validator:
+        for _ in range(5):
+            assert pinned.lasts() and not told
+            now[0] += 11.0
+            validator.add(samples=1)
+        assert pinned.lasts()
+        now[0] += 11.0
+        assert not pinned.lasts() and "had no result for 10 s; publishing without it" in told[0]
+        validator.add(samples=1)
+        assert pinned.lasts() and len(told) == 1
 
 
 def test_a_model_ends_with_its_last_version_though_it_is_held(shared: OpenRun) -> None:

@@ -48,7 +48,7 @@ class Pinned:
 
     def __init__(self, actor: Actor) -> None:
         self._actor, self._work_s = actor, actor.topology.limits.work_s
-        self.collected, self._holder, self._limit = -1, 0, 0.0
+        self.claimed, self._seen, self._limit = 0, (0, 0), 0.0
 
     def lasts(self) -> bool:
         """Tell whether the version is held; asked again and again while it is."""
@@ -56,9 +56,10 @@ class Pinned:
         holder = 0 if self._actor.topology.dedicated else version_pin.pinned_by(ring)
         if not holder:
             return False
-        collected = ring.transitions(State.TRAINING)  # only the holder claims meanwhile
-        if (holder, collected) != (self._holder, self.collected):
-            self._holder, self.collected, self._limit = holder, collected, now + self._work_s
+        self.claimed = ring.transitions(State.TRAINING)  # only the holder claims meanwhile
+        collected = self.claimed + version_pin.results_of(ring, holder)
+        if (holder, collected) != self._seen:
+            self._seen, self._limit = (holder, collected), now + self._work_s
             self._actor.shown.progress()
         elif self._limit and now > self._limit:
             self._limit, name = 0.0, version_pin.name_of(ring, holder)
@@ -154,7 +155,7 @@ class Publisher:
             return
         with self.actor.activity(HELD, self._work_s + 30):
             while self._pinned.lasts() and not self.actor.stopping:
-                self.ring.wait(State.TRAINING, self._pinned.collected, PIN_LOOK_S)
+                self.ring.wait(State.TRAINING, self._pinned.claimed, PIN_LOOK_S)
 
 
 def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
