@@ -148,4 +148,4 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
 def test_printed_addresses_are_those_under_which_a_version_is_published() -> None:
     [address] = re.findall(r"^site_url: (\S+)", CONFIG, flags=re.M)
     assert f"{address}latest/" == SITE and "canonical_version: latest" in CONFIG
-    assert "--update-aliases 0.2 latest" in (DOCS / "releasing.md").read_text()
+    assert "--update-aliases 0.1 latest" in (DOCS / "releasing.md").read_text()
