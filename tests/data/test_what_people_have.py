@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import busrl
 
 from busrl.data.chat import LightTokenizer
 from busrl.data.prompts import Scan, plain_text, prompt_of, scan
@@ -212,7 +213,6 @@ def test_a_first_prompt_is_shown_without_what_a_terminal_obeys(tmp_path: Path) -
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     text = '[model]\npath = "tiny:sort"\n[data]\ntrain = "train.jsonl"\n[learner]\nlr = 1e-4\n'
     (tmp_path / "t.toml").write_text(text)
-    command = [sys.executable, "-m", "busrl.cli", "check", "t.toml"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = busrl("check", "t.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert r"\u202e" in done.stdout and not COMMANDS.search(done.stdout)

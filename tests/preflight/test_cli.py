@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, exit codes, messages without tracebacks."""
+"""The command line as a user meets it: real processes, exit codes, messages without tracebacks. One starts cold."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from commands import busrl
 
 from busrl.algorithms import catalog
 from busrl.cli import main
@@ -23,12 +24,6 @@ from busrl.states import HeaderWord, RunPhase
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
-
-
-def busrl(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "busrl.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=60)
 
 
 def told(done: subprocess.CompletedProcess[str]) -> str:
@@ -53,7 +48,8 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_check_explains_a_topology() -> None:
-    done = busrl("check", QUICKSTART, "--set", "process.rollout.count=2", "--verbose")
+    command = [sys.executable, "-m", "busrl.cli", "check", QUICKSTART, "--set", "process.rollout.count=2", "--verbose"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for text in ("rollout/1", "B + W = 75 + 22 = 97 <= (max_staleness + 1) x n_lo + 1", "/dev/shm has", "4096 prompts"):
         assert text in done.stdout

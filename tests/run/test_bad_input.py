@@ -12,6 +12,7 @@ from pathlib import Path
 
 import own
 import pytest
+from commands import busrl
 from harness import ROOT, Run
 
 from busrl.cli import main
@@ -125,13 +126,6 @@ def arguments(verb: str, folder: Path) -> list[str]:
     return [verb, str(folder / "own.toml"), *(["--run-dir", str(folder / "run")] if verb == "launch" else [])]
 
 
-def command(verb: str, folder: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "busrl.cli", *arguments(verb, folder)], capture_output=True, text=True, cwd=ROOT,
-        timeout=90, env={**os.environ, **(env or {})},
-    )
-
-
 def refused(done: subprocess.CompletedProcess[str], texts: list[str]) -> None:
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("busrl: ") == 1, done.stderr
@@ -165,7 +159,8 @@ def test_refused_before_anything_starts(
 def test_a_process_of_its_own_refuses_the_same_way(verb: str, good: Path, tmp_path: Path) -> None:
     case = "a reward that can not be imported"
     folder = spoilt(good, tmp_path, case)
-    refused(command(verb, folder), CASES[case][1])
+    command = [sys.executable, "-m", "busrl.cli", *arguments(verb, folder)]
+    refused(subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=90), CASES[case][1])
     assert not (folder / "run").exists() and Run(folder / "run").leftovers() == []
 
 
@@ -173,13 +168,14 @@ def test_a_run_directory_that_is_a_file_is_refused(good: Path, tmp_path: Path) -
     folder = tmp_path / "mine"
     shutil.copytree(good, folder)
     (folder / "run").write_text("mine")
-    refused(command("launch", folder), ["--run-dir", "File exists", "give a path"])
+    refused(busrl(*arguments("launch", folder), cwd=ROOT), ["--run-dir", "File exists", "give a path"])
     assert (folder / "run").read_text() == "mine"
 
 
 def test_a_socket_directory_with_too_long_a_name_is_refused(good: Path, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(good, folder)
-    long = {"XDG_RUNTIME_DIR": str(tmp_path / ("d" * 100))}
-    refused(command("launch", folder, long), ["pub.sock", "the kernel allows 107", "set XDG_RUNTIME_DIR"])
+    long = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / ("d" * 100))}
+    done = busrl(*arguments("launch", folder), cwd=ROOT, env=long)
+    refused(done, ["pub.sock", "the kernel allows 107", "set XDG_RUNTIME_DIR"])
     assert Run(folder / "run").leftovers() == []

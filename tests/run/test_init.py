@@ -14,14 +14,10 @@ from typing import Any
 import pytest
 from chat_folders import make
 from checks import check_end
+from commands import busrl
 from harness import Run, running
 
 from busrl.cli import init
-
-
-def busrl(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "busrl.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +92,8 @@ def test_the_written_case_describes_itself_and_passes_check(
     model: Path, tmp_path: Path, case: str, options: list[str], holds: str
 ) -> None:
     data = questions(tmp_path / "q.jsonl")
-    env = {**os.environ, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # with the tokenizer of the model
+    env = {**os.environ, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "XDG_CACHE_HOME": cache}
     assert busrl("keys", "init", env=env).returncode == 0
     done = busrl("init", case, "--model", model, "--out", tmp_path / "mine", "--data", data, *options, env=env)
     assert done.returncode == 0, done.stderr
@@ -141,7 +138,9 @@ def test_what_is_missing_is_named_and_nothing_is_left(model: Path, tmp_path: Pat
     done = busrl("init", "gsm8k", "--model", model, "--out", out, "--data", data)
     assert done.returncode == 2 and "q.jsonl:1: no column 'question'; the columns are answer, text" in done.stderr
     (tmp_path / "reasoning_gym.py").write_text("raise ImportError('not here')\n")
-    done = busrl("init", "gsm8k", "--model", model, "--out", out, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    command = [sys.executable, "-m", "busrl.cli", "init", "gsm8k", "--model", model, "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120,  # PYTHONPATH is read at a cold start
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 2, done.stdout
     assert "pip install 'busrl[rewards]', or give a file of questions and answers with --data" in done.stderr
     assert not list(out.iterdir())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import own
 import pytest
 from checks import check_end
+from commands import busrl
 from harness import ROOT, Run, running
 from wide_folders import widen
 
@@ -34,10 +33,8 @@ def test_another_architecture_with_own_prompts_and_reward_trains(kind: str, tmp_
 @pytest.mark.parametrize("verb", ["check", "launch"])
 def test_a_model_with_too_few_positions_is_refused_up_front(verb: str, tmp_path: Path) -> None:
     topology = own.make_all(tmp_path / "mine", "gpt2", positions=31)
-    command = [sys.executable, "-m", "busrl.cli", verb, str(topology)]
-    if verb == "launch":
-        command += ["--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    more = ("--run-dir", tmp_path / "run") if verb == "launch" else ()
+    done = busrl(verb, topology, *more, cwd=ROOT, timeout_s=60)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     for text in ("own.toml:", "max_new_tokens", "prompt and completion have 32 tokens, the model takes 31", "lower"):
         assert text in done.stderr

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import own
 import pytest
+from commands import busrl
 from harness import Run, read_lines, running
 
 ZERO = "def score(record, completion, token_ids):\n    return 0.0\n"
@@ -100,11 +100,10 @@ def test_answers_that_are_all_cut_are_told_of_in_the_first_steps(tmp_path: Path)
 # ------------------------------------------------------------------------------------------ before anything starts
 
 
-def busrl(verb: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def started(verb: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """A verb on the topology of that folder; a minute is what a mistake may take."""
-    command = [sys.executable, "-m", "busrl.cli", verb, str(folder / "own.toml"), *more]
-    command += ["--run-dir", str(folder / "run")] if verb == "launch" else []
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, check=False)
+    more += ("--run-dir", str(folder / "run")) if verb == "launch" else ()
+    return busrl(verb, folder / "own.toml", *more, cwd=folder, timeout_s=60)
 
 
 def written(folder: Path, name: str, **keys: object) -> None:
@@ -145,7 +144,7 @@ def test_a_wrong_start_is_refused_by_name(
     folder: Path, verb: str, reward: str, settings: list[str], told: str
 ) -> None:
     (folder / "judge.py").write_text(reward)
-    done = busrl(verb, folder, *(part for setting in settings for part in ("--set", setting)))
+    done = started(verb, folder, *(part for setting in settings for part in ("--set", setting)))
     assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (folder / "run").exists()
 
@@ -160,22 +159,22 @@ def test_a_toy_learning_rate_for_half_a_billion_weights_is_warned_of(folder: Pat
     header = json.dumps({"model.embed_tokens.weight": {"dtype": "F32", "shape": [151936, 896], "data_offsets": [0, 0]}})
     weights = len(header).to_bytes(8, "little") + header.encode()  # check reads no more of them
     (folder / "model" / "model.safetensors").write_bytes(weights)
-    done = busrl("check", folder)
+    done = started("check", folder)
     assert done.returncode == 0, done.stderr
     assert "learner.lr = 0.0003: 100 times what is usual for all weights of 494 M parameters" in done.stdout
 
 
 def test_a_chat_whose_turns_end_with_no_end_token_is_warned_of(folder: Path) -> None:
     written(folder, "tokenizer_config.json", chat_template=CHAT)
-    done = busrl("check", folder, "--set", "data.template=chat")
+    done = started("check", folder, "--set", "data.template=chat")
     assert done.returncode == 0, done.stderr
     assert "its chat template ends a turn with <pad> (id 0), and the end tokens are 1" in done.stdout
     right = CHAT.replace("<pad>", own.END)
     written(folder, "tokenizer_config.json", chat_template=right)
-    assert "ends a turn with" not in busrl("check", folder, "--set", "data.template=chat").stdout
+    assert "ends a turn with" not in started("check", folder, "--set", "data.template=chat").stdout
 
 
 def test_a_model_without_an_end_token_of_its_own_is_warned_of(folder: Path) -> None:
     without_end(folder)
-    done = busrl("check", folder)
+    done = started("check", folder)
     assert "its end tokens (4711) are none of its" in done.stdout and "so every answer is cut" in done.stdout
