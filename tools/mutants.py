@@ -72,7 +72,7 @@ EXTENDING = tuple(f"tests/examples/test_extending.py::test_a_{name}" for name in
 VALUES, VALUE_TESTS = "busrl/algorithms/gae.py", ("tests/algorithms/test_gae.py",)
 HEAD_TESTS = (
     "tests/roles/test_training_step.py::test_a_value_head_step_gradient_matches_the_plain_formulas",)
-REPLAY, REPLAYED = "busrl/routes/replay.py", ("tests/training/test_route_replay.py",)
+REPLAY, REPLAYED = "busrl/routes/replay.py", "tests/training/test_route_replay.py"
 CAPTURE = "busrl/engines/vllm/capture.py"
 CAPTURED = ("tests/engines/test_vllm_capture.py::test_every_position_has_the_route_that_it_was_first_computed_with",)
 EPISODES = ("tests/roles/test_episode_steps.py",)
@@ -627,11 +627,16 @@ MUTANTS = (
     Mutant("routes that were taken are copied again", CAPTURE, "self._taken.add(own)", "pass", CAPTURED),
     Mutant("a call for routes ends an answer twice", "busrl/engines/vllm/routes.py", " if not running.over}", "}",
            ("tests/engines/test_vllm_joined_routes.py::test_many_ends_are_one_call_and_an_answer_ends_once",)),
-    Mutant("a shared prompt has the routes of its last sample", REPLAY, "if int(heads[number]) not in there:", "if True:", REPLAYED),
-    Mutant("the row behind a trained token's is counted", REPLAY, "columns - (firsts[which] - 1)", "columns - firsts[which]", REPLAYED),
-    Mutant("a row without routes has the last expert", REPLAY, "torch.where(given < 0, ids, given) if self._partly else given", "given", REPLAYED),
-    Mutant("a layer that is computed again is counted again", REPLAY, " or place in self._seen:", ":", REPLAYED),
-    Mutant("the balance is of the experts that the router chose", REPLAY, "self._spread(place, logits, chosen)", "self._spread(place, logits, ids)", REPLAYED),
+    Mutant("a shared prompt has the routes of its last sample", REPLAY, "if int(heads[number]) not in there:", "if True:",
+           (f"{REPLAYED}::test_the_lowest_member_gives_a_shared_prompt_its_routes",)),
+    Mutant("the row behind a trained token's is counted", REPLAY, "columns - (firsts[which] - 1)", "columns - firsts[which]",
+           (f"{REPLAYED}::test_a_step_counts_the_rows_whose_router_chose_others",)),
+    Mutant("a row without routes has the last expert", REPLAY, "torch.where(given < 0, ids, given) if self._partly else given", "given",
+           (f"{REPLAYED}::test_a_sample_without_routes_or_a_prompt_without_takes_its_own",)),
+    Mutant("a layer that is computed again is counted again", REPLAY, " or place in self._seen:", ":",
+           (f"{REPLAYED}::test_layers_that_are_computed_again_take_the_same_routes",)),
+    Mutant("the balance is of the experts that the router chose", REPLAY, "self._spread(place, logits, chosen)", "self._spread(place, logits, ids)",
+           (f"{REPLAYED}::test_balance_counts_the_experts_that_were_used",)),
     Mutant("a token that is computed again has its last route", "busrl/routes/capture.py", "        routes[: len(first)] = first\n", "",
            ("tests/engines/test_engine_routes.py::test_a_token_keeps_the_route_that_it_was_drawn_by",)),
     Mutant("routes are carried in float32", "busrl/routes/rules.py", 'if t.model.dtype == "float32":', "if False:",
