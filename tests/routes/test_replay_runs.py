@@ -25,13 +25,15 @@ def run_of(folder: Path, *settings: str, steps: int = 4) -> Run:
 
 @pytest.mark.long
 def test_a_run_replays_what_its_engine_chose_and_says_where_they_differ(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
+    run = run_of(tmp_path, "learner.routes_compare_every=1")
     with running(run):
         code = run.wait()
     check_end(run, code)
     rows = run.metrics()
     assert all(0 < row["routes"]["rows"] <= 1 and row["routes"]["own_tokens"] == 0 for row in rows)
-    assert all(row["routes"]["changed"] < 0.3 for row in rows[:1])
+    first = rows[0]["routes"]
+    assert first["changed"] < 0.3
+    assert first["mismatch"] == pytest.approx(rows[0]["mismatch"]) and first["mismatch"] != first["mismatch_own"] > 0
     for record in Wal(run.paths.wal).records():
         for sample in record.samples:
             routes, prompt = sample.route_arrays()

@@ -100,7 +100,7 @@ def test_routes_of_episodes_are_those_of_their_sequences(tmp_path: Path) -> None
 def test_routes_of_another_host_arrive_at_home(tmp_path: Path) -> None:
     home = Home(
         tmp_path, *settings(tmp_path), "reward.kind=python", f"reward.function={tmp_path / 'reward.py'}:score",
-        "generation.max_new_tokens=12", "learner.checkpoint_every=100", steps=3,
+        "generation.max_new_tokens=12", "learner.checkpoint_every=100", "hosts.compress=true", steps=3,
     )
     host = Host(home)
     with running(home), running(host):
