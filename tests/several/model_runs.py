@@ -39,13 +39,19 @@ device = "cpu"
 
 [data]
 '''
+ONE_LEARNER = '\n[[process]]\nrole = "learner"\nmodel = ["solver", "judge"]\n'
+ADAPTERS = ("lora.rank=4", "model.judge.lora.rank=8", 'weights.transport="lora_hotswap"')
 
 
-def three_models(folder: Path, where: Path, *settings: str, steps: int) -> Run:
-    """A run of examples/several's solver and judge, both trained, and of one that is not."""
+def three_models(folder: Path, where: Path, *settings: str, steps: int, shared: bool = False) -> Run:
+    """A run of examples/several's solver and judge, both trained, and of one that is not. `shared`: solver and judge
+    are adapters over the solver's weights, which one learner process trains."""
     where.mkdir(parents=True, exist_ok=True)
     (where / "rounds.py").write_text(EPISODE)
     text = (folder / "solver_judge.toml").read_text()
+    if shared:
+        text = text.replace("made/judge", "made/solver") + ONE_LEARNER
+        settings = (*ADAPTERS, *settings)
     text = text.replace("[data]\n", THIRD, 1).replace("solver_judge.py:episode", f"{where}/rounds.py:episode")
     config = folder / f"{where.name}.toml"
     config.write_text(text)

@@ -1,5 +1,5 @@
-"""A storm of SIGKILLs over a run of three models, two of them trained: agents, their children, both learners, engines,
-scheduler, keeper and broker at seeded moments, and the whole launch now and then.
+"""A storm of SIGKILLs over a run of three models, two of them trained: agents, their children, both learners (or the one
+that trains both), engines, scheduler, keeper and broker at seeded moments, and the whole launch now and then.
 
 BUSRL_STORM_KILLS sets how many of the processes die; of the launch one in twelve of that. Only processes that are ready
 are killed, so that a slow machine is not a run that never gets anywhere.
@@ -31,12 +31,12 @@ VICTIMS = ["agent/0", "agent/1", "child", "child", "learner", "learner/judge", "
 SETTINGS = ("process.agent.count=2", "limits.crash_attempts=0", 'learner.advantage="reward"')
 
 
-def blow(run: Run, seed: int) -> Counter[str]:
+def blow(run: Run, seed: int, victims: list[str]) -> Counter[str]:
     """Kill KILLS times, and the launch after every twelfth; whom, and how often."""
     chance, killed = random.Random(seed), Counter[str]()
     for number in range(1, KILLS + 1):
         run.let_pass(chance.uniform(0.05, 1.2))
-        name = chance.choice(VICTIMS)
+        name = chance.choice(victims)
         owner = chance.choice(["agent/0", "agent/1"]) if name == "child" else name
         process = run.until(f"{owner} is ready", partial(process_of, run, owner), LIMIT_S)
         pids = children_of(process.pid) if name == "child" else [process.pid]
@@ -53,13 +53,16 @@ def blow(run: Run, seed: int) -> Counter[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_a_storm_over_several_models_costs_nothing_but_time(tmp_path: Path, several: Path) -> None:
-    calm = three_models(several, tmp_path / "calm", *SETTINGS, steps=CALM_STEPS)
+@pytest.mark.parametrize("shared", [False, True], ids=["a learner each", "one learner"])
+def test_a_storm_over_several_models_costs_nothing_but_time(tmp_path: Path, several: Path, shared: bool) -> None:
+    if shared:
+        pytest.importorskip("peft")
+    calm = three_models(several, tmp_path / "calm", *SETTINGS, steps=CALM_STEPS, shared=shared)
     with running(calm):
         check_models(calm, calm.wait(LIMIT_S))
-    run = three_models(several, tmp_path / "storm", *SETTINGS, steps=STEPS)
+    run = three_models(several, tmp_path / "storm", *SETTINGS, steps=STEPS, shared=shared)
     with running(run):
-        killed = blow(run, seed=37)
+        killed = blow(run, 37, [name for name in VICTIMS if not (shared and name == "learner/judge")])
         assert min(step_of(run, tag) for tag in ("", "judge")) < STEPS, "the run was too short for the storm"
         rings = {tag: Ring.attach(paths_of(run, tag).calls_name, calls=True) for tag in TAGS}  # mapped past the end
         for ring in rings.values():
