@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from commands import busrl
 
+from busrl import __version__
 from busrl.algorithms import catalog
 from busrl.cli import main
 from busrl.paths import SHM, RunPaths
@@ -106,6 +107,11 @@ def test_a_request_to_a_killed_run_does_not_name_an_earlier_end(
     for started, told in ((3.0, "the run is finished"), (9.0, "the run is not over")):
         paths.run_json.write_text(json.dumps({"started": started}))
         assert main(["set", str(tmp_path), "learner.lr", "1"]) != 0 and told in capfd.readouterr().err
+
+
+def test_the_option_version_is_the_version_alone() -> None:
+    done = busrl("--version")
+    assert done.returncode == 0 and done.stdout == f"busrl {__version__}\n"
 
 
 def test_version_names_what_it_stands_on() -> None:
