@@ -239,7 +239,8 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         formatter_class=Formatter,
         allow_abbrev=False,
     )
-    top.add_argument("--version", action="version", version=f"busrl {busrl.__version__}", help="print the version alone")
+    told = f"busrl {busrl.__version__}"
+    top.add_argument("--version", action="version", version=told, help="print the version alone")
     verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True)
     _add_quickstart(verbs)
     _add_init(verbs)

@@ -1,5 +1,5 @@
-"""A storm of SIGKILLs over a run of three models, two of them trained: agents, their children, both learners (or the one
-that trains both), engines, scheduler, keeper and broker at seeded moments, and the whole launch now and then.
+"""A storm of SIGKILLs over a run of three models, two of them trained: agents, their children, both learners (or the
+one of both), engines, scheduler, keeper and broker at seeded moments, and the whole launch now and then.
 
 BUSRL_STORM_KILLS sets how many of the processes die; of the launch one in twelve of that. Only processes that are ready
 are killed, so that a slow machine is not a run that never gets anywhere.
