@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import tomllib
 from chat_folders import make
 from command_blocks import ROOT, Reader, blocks, files_of, page
 
@@ -77,6 +78,15 @@ def test_a_whole_topology_of_a_page_passes_check(whole: Whole, reader: Reader) -
     reader.keys = [*whole.keys]
     told = reader.run(f"busrl check {whole.file} --verbose")
     assert f"{whole.file}: ok" in told and whole.says in told, told
+
+
+def test_the_keys_that_turn_a_kl_term_on_pass_check(reader: Reader) -> None:
+    [text] = [block.text for block in blocks("algorithms.md") if block.language == "toml" and "kl_coef" in block.text]
+    tables = tomllib.loads(reader.here(text.replace("/models/ref", "/models/my-model")))
+    _, head, rest = files_of("hosts.md")["my.toml"].partition("[model]")
+    reader.write({"my.toml": head + rest.partition("[[process]]")[0]})  # of one host
+    reader.keys = [f"{table}.{key}={value}" for table, keys in tables.items() for key, value in keys.items()]
+    assert len(reader.keys) == 3 and "my.toml: ok" in reader.run("busrl check my.toml")
 
 
 def test_the_page_of_the_audit_has_every_finding_by_name() -> None:
