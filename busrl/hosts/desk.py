@@ -317,6 +317,8 @@ def unzipped(piece: g.Tensor, what: str, most: int) -> g.Tensor:
     if len(data) > most or not stream.eof:
         fault = f"has more than {most} bytes" if len(data) > most else "is cut"
         raise Refused(f"{what} {fault}, decompressed")
+    if stream.unused_data:
+        raise Refused(f"{what} has {len(stream.unused_data)} bytes behind the end of what was compressed")
     return g.Tensor(piece.dtype.removesuffix(g.ZIPPED), piece.shape, data)
 
 

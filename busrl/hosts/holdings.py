@@ -8,6 +8,7 @@ slots. Both talk to the ring and the tables of fates. Knows nothing of the bus, 
 - An answer stays in its slot, TRAINING, until home has settled it.
 - A task that home has given to another host is dropped here: at once if no engine has it, else when the engine lets go.
 - Local fates say only that a sample is here; home's alone count.
+- Routes are compressed once: the task keeps the result, which is sent again as it is, until home has settled it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ class HeldTask:
     request: int = 0  # the number of the newest request when its outcome was sent
     lost: bool = False  # home has given it to others
     digest: int = 0
+    zipped: dict[str, g.Tensor] = field(default_factory=dict)  # of its answer, what was compressed
 
     def __post_init__(self) -> None:
         self.digest = digest_of(self.task)
@@ -160,13 +162,13 @@ class Holdings:
             del self.waiting[task.task]
             yield task, slot, word
 
-    def answered(self, judged: bool) -> tuple[list[HeldTask], int]:
-        """Take the slots of answers that are ready, with their rewards where they are `judged` here. Returns the tasks,
-        and the number of slots."""
+    def answered(self, judged: bool, most: int = COLLECT_AT_ONCE) -> tuple[list[HeldTask], int]:
+        """Take at most so many slots of answers that are ready, with their rewards where they are `judged` here. Returns
+        the tasks, and the number of slots."""
         if not judged:
             for slot, word in self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=COLLECT_AT_ONCE):
                 self.ring.release(slot, word, State.REWARDED)
-        slots = self.ring.take(State.REWARDED, State.TRAINING, cls=None, limit=COLLECT_AT_ONCE)
+        slots = self.ring.take(State.REWARDED, State.TRAINING, cls=None, limit=most)
         ready = []
         for (slot, word), line in zip(slots, self.ring.lines([slot for slot, _ in slots])):
             task = self.by_name.get(_task_of(line))
@@ -271,18 +273,20 @@ class AnswerReader:
                 task, text, int(line["finish"]), float(line["reward"]),
                 read_parts(self.ring, task.slot) if self.judges else {},
                 {name: column[at] for name, column in columns.items()}, int(line["step"]),
-                self._zipped(tensors_of(self.ring, task.slot)) if self.plays else {},
+                self._zipped(task, tensors_of(self.ring, task.slot)) if self.plays else {},
                 self._routes(task) if self.routed and not self.plays else {},
             )
             for at, (task, text, line) in enumerate(zip(ready, texts, lines))
         ]
 
     def _routes(self, task: HeldTask) -> dict[str, g.Tensor]:
-        return self._zipped(routes_of(self.ring, task.slot, segments_of(task.word)))
+        return task.zipped or self._zipped(task, routes_of(self.ring, task.slot, segments_of(task.word)))
 
-    def _zipped(self, pieces: dict[str, g.Tensor]) -> dict[str, g.Tensor]:
-        """The tensors with routes compressed, where that is asked for."""
-        return {name: zipped(piece) if self.zips and name in ROUTES else piece for name, piece in pieces.items()}
+    def _zipped(self, task: HeldTask, pieces: dict[str, g.Tensor]) -> dict[str, g.Tensor]:
+        """The tensors with routes compressed, where that is asked for, and was not done yet."""
+        if self.zips and not task.zipped:
+            task.zipped = {name: zipped(piece) for name, piece in pieces.items() if name in ROUTES}
+        return pieces | task.zipped
 
     def _columns(self, slots: list[tuple[int, int]], name: str) -> list[bytes]:
         """A tensor of each slot, its segments one behind the other."""

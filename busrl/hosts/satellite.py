@@ -52,6 +52,7 @@ CLAIM_S, RESEND_S, PRESENT_S, LOOK_S = 0.25, 2.0, 1.0, 0.05
 NAME_AFTER = 2  # digests that differ
 ROWS_COUNT_S = 4.0  # for which a worker counts as present after it has sent the number of its rows
 UNASKED_S = 5.0  # for which samples that no client of a server asks for stay here
+PASS_S = 0.5  # for compressing at a time: heartbeats and claims, which renew leases, wait for its end
 OLD_S = 30.0  # at the start of a satellite: the one before has sent older errors
 MOST_ERRORS = 20  # lines of errors.jsonl that are sent at once
 
@@ -212,6 +213,7 @@ class Exchange:
         self.wanted = 0  # tasks that should be here and have not ended
         self.bell = Doorbell()
         self._answers_wait = True
+        self._at_once = 1  # answers that are taken at a time where they are compressed
         self._rows: dict[str, tuple[int, float]] = {}  # by process that works on tasks: its rows, and when it sent them
         self._asked_at = clock()  # when clients last asked for all samples here
         self._next_claim = self._next_check = self._next_collect = -math.inf
@@ -230,8 +232,9 @@ class Exchange:
         self._answers_wait = True
 
     def leave(self, reason: str) -> None:
-        """Send the answers that are ready once more, and hand all other tasks back."""
-        self._next_collect = -math.inf
+        """Send the answers that are ready once more, and hand all other tasks back. Compresses none: it has to end soon.
+        """
+        self._next_collect, self.reader.zips = -math.inf, False
         self.collect()
         self._send([task for task in self.tasks.by_name.values() if task.ended])
         self.ask(g.RemoteLeave(life=self.source.life, reason=reason))
@@ -296,9 +299,12 @@ class Exchange:
         if not self._answers_wait and now < self._next_collect:
             return 0
         self._next_collect = now + LOOK_S
-        ready, count = self.tasks.answered(self.reader.judges)
-        self._answers_wait = count == COLLECT_AT_ONCE
+        most = self._at_once if self.reader.zips else COLLECT_AT_ONCE
+        ready, count = self.tasks.answered(self.reader.judges, most)
+        self._answers_wait = count == most
         self._send(ready, claim=True)
+        if count:
+            self._at_once = at_once_next(count, self._clock() - now)
         return count
 
     def return_unasked(self) -> None:
@@ -437,6 +443,12 @@ class Exchange:
             task = pack[0].task
             self._warn("satellite", f"sample {shown_uid(task.uid)} cannot be sent: {problem}", "error", uids=[task.uid])
             self._fail(task, "malformed", "too large to send")
+
+
+def at_once_next(count: int, took_s: float) -> int:
+    """The number of answers that may be compressed in a pass of PASS_S, after a pass with so many that took so long; it
+    grows slowly, as answers differ in length."""
+    return max(1, min(COLLECT_AT_ONCE, 2 * count, int(count * PASS_S / max(took_s, 1e-6))))
 
 
 def _joined(parts: list[bytes], name: str) -> g.Tensor:

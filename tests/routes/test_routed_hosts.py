@@ -18,6 +18,7 @@ from routed_ring import SHAPE, routes_at
 
 from busrl.data.episodes import EpisodeLimits
 from busrl.data.routing import Routed
+from busrl.hosts import holdings
 from busrl.hosts import messages as g
 from busrl.hosts.desk import Desk, Refused, tensor, zipped
 from busrl.hosts.holdings import routes_of, tensors_of
@@ -133,6 +134,65 @@ def test_compressed_routes_of_a_host_arrive_as_they_stood_in_its_slot(away: Away
     assert np.array_equal(keeper.ring.get(slot, "prompt_routes"), of_prompt)
 
 
+@pytest.fixture
+def compressed(away: Away, monkeypatch: pytest.MonkeyPatch) -> list[g.Tensor]:
+    """What the host compresses, each piece in a second of its time."""
+    pieces: list[g.Tensor] = []
+
+    def slowly(piece: g.Tensor) -> g.Tensor:
+        pieces.append(piece)
+        away.now += 1.0
+        return zipped(piece)
+
+    monkeypatch.setattr(holdings, "zipped", slowly)
+    away.exchange.reader.zips = True
+    return pieces
+
+
+def test_a_host_that_compresses_many_answers_keeps_its_leases(
+    away: Away, keeper: Keeper, compressed: list[g.Tensor]
+) -> None:
+    for uid in range(6):
+        dispatch(keeper.ring, uid)
+    away.claim(6)
+    for _ in range(6):
+        generate(away.ring, 1)
+    while away.tasks.unfinished:
+        before = away.now
+        away.exchange.collect()
+        away.exchange.send_due()
+        keeper.now += away.now - before
+        assert away.now - before <= 2.0 and keeper.desk.tick(keeper.now) == []
+    assert len(compressed) == 2 * 6 and keeper.ring.stats().occupancy["GENERATED"] == 6 and not away.problems
+
+
+def test_answers_that_are_sent_again_are_not_compressed_again(
+    away: Away, keeper: Keeper, compressed: list[g.Tensor]
+) -> None:
+    dispatch(keeper.ring, 5)
+    away.claim(1)
+    generate(away.ring, 1)
+    with away.wire.losing_requests():
+        away.exchange.collect()
+    away.beat()
+    away.beat()
+    batches = [request for request in away.wire.requests if isinstance(request, g.RemoteBatch)]
+    assert len(batches) > 1 and batches[0].routes == batches[-1].routes and len(compressed) == 2
+    assert keeper.ring.stats().occupancy["GENERATED"] == 1 and not away.tasks.by_name
+
+
+def test_a_host_that_leaves_compresses_nothing_more(
+    away: Away, keeper: Keeper, compressed: list[g.Tensor]
+) -> None:
+    for uid in range(3):
+        dispatch(keeper.ring, uid)
+    away.claim(3)
+    for _ in range(3):
+        generate(away.ring, 1)
+    away.exchange.leave("stopped")
+    assert not compressed and keeper.ring.stats().occupancy["GENERATED"] == 3
+
+
 def test_answers_of_validation_travel_without_routes(away: Away, keeper: Keeper) -> None:
     dispatch(keeper.ring, 1 << 62, cls=1)
     assert away.claim(1) == 1
@@ -208,13 +268,14 @@ def test_bad_routes_are_refused_and_the_task_stays(keeper: Keeper, changed: dict
 
 
 def packed(array: np.ndarray[Any, Any], cut: int = 0) -> g.Tensor:
-    """The array compressed, whether it is smaller or not, without so many bytes of its end."""
-    data = zlib.compress(array.tobytes(), 1)
-    return g.Tensor(f"{array.dtype.name}/zlib", list(array.shape), data[: len(data) - cut])
+    """The array compressed, whether it is smaller or not, without so many bytes of its end, or with more behind it."""
+    data = zlib.compress(array.tobytes(), 1) + bytes(max(0, -cut))
+    return g.Tensor(f"{array.dtype.name}/zlib", list(array.shape), data[: len(data) - max(0, cut)])
 
 
 @pytest.mark.parametrize(("changed", "said"), [
     ({"routes": packed(routes_at(3, 3, 6), cut=1)}, "routes is cut, decompressed"),
+    ({"routes": packed(routes_at(3, 3, 6), cut=-9)}, "routes has 9 bytes behind the end of what was compressed"),
     ({"routes": packed(np.zeros((1 << 22, 2, 3), np.uint8))}, "routes has more than 18 bytes, decompressed"),
     ({"routes": packed(routes_at(3, 3, 5))}, "routes: routes [2, 2, 3]: must be [3, 2, 3]"),
     ({"routes": g.Tensor("uint8/zlib", [3, 2, 3], b"routes")}, "routes cannot be decompressed"),
