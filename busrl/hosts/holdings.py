@@ -163,8 +163,8 @@ class Holdings:
             yield task, slot, word
 
     def answered(self, judged: bool, most: int = COLLECT_AT_ONCE) -> tuple[list[HeldTask], int]:
-        """Take at most so many slots of answers that are ready, with their rewards where they are `judged` here. Returns
-        the tasks, and the number of slots."""
+        """Take at most so many slots of answers that are ready, with their rewards where they are `judged` here.
+        Returns the tasks, and the number of slots."""
         if not judged:
             for slot, word in self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=COLLECT_AT_ONCE):
                 self.ring.release(slot, word, State.REWARDED)

@@ -232,8 +232,7 @@ class Exchange:
         self._answers_wait = True
 
     def leave(self, reason: str) -> None:
-        """Send the answers that are ready once more, and hand all other tasks back. Compresses none: it has to end soon.
-        """
+        """Send the answers that are ready once more, and hand all other tasks back. Compresses none: it has to end."""
         self._next_collect, self.reader.zips = -math.inf, False
         self.collect()
         self._send([task for task in self.tasks.by_name.values() if task.ended])
