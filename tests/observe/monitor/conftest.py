@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Forked
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "run"))
@@ -36,12 +37,14 @@ def scene(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 
 @pytest.fixture
 def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `busrl VERB ...` as a process of its own; ends what is left after the test."""
+    """Starts `busrl VERB ...` as a process of its own, with `cold` one that imports all itself; ends what is left after
+    the test."""
     children: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    def start(*arguments: str, cold: bool = False, **options: Any) -> subprocess.Popen[str]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "stdin": subprocess.DEVNULL}
-        children.append(subprocess.Popen([sys.executable, "-m", "busrl.cli", *arguments], **{**pipes, **options}))
+        command = [sys.executable, "-m", "busrl.cli", *arguments] if cold else ["busrl", *arguments]
+        children.append((subprocess.Popen if cold else Forked)(command, **{**pipes, **options}))
         return children[-1]
 
     yield start

@@ -6,11 +6,12 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from commands import Forked
 
 from busrl.bus import Endpoint
 from busrl.observe.monitor.recording import FIXED, RecordedFrame, Recording
@@ -71,7 +72,7 @@ class Scene:
         self.ring.activity("compiling", 500.0)
         self.ring.set_header("step", 40)
         self.ring.set_header("version", 41)
-        self.broker = subprocess.Popen([sys.executable, "-c", SERVE, str(self.paths.root)], stdout=subprocess.PIPE)
+        self.broker = Forked(["python", "-c", SERVE, str(self.paths.root)], stdout=subprocess.PIPE)
         assert self.broker.stdout is not None and self.broker.stdout.readline() == b"ready\n"
         self._open: list[Endpoint] = []
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import Forked
 
 from busrl.paths import RunPaths
 from busrl.ring.locks import OfdLock
@@ -24,8 +24,7 @@ def run(tmp_path: Path) -> RunPaths:
 
 
 def logs(*arguments: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "busrl.cli", "logs", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return Forked(["busrl", "logs", *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_one_log_is_printed_as_it_stands_and_all_with_their_names(run: RunPaths) -> None:

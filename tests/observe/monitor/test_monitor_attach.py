@@ -196,7 +196,8 @@ def test_a_full_device_behind_the_output_is_one_line_and_a_failure(scene: Scene,
     for unbuffered in ("", "1"):
         for arguments in (("monitor", str(scene.paths.root), "--once"), ("status", str(scene.paths.root))):
             with open("/dev/full", "w") as full:
-                child = started(*arguments, stdout=full, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
+                env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}  # read at a cold start
+                child = started(*arguments, cold=True, stdout=full, env=env)
                 _, problems = child.communicate(timeout=PATIENCE_S)
             assert child.returncode == 2
             assert problems.startswith("busrl: standard output: No space left on device; ")
