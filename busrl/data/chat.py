@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from busrl.data.library import library_tokenizer
 from busrl.data.prompts import Chat, Message, Prompt
 from busrl.errors import DataError
 from busrl.system.files import read_map
@@ -83,6 +82,8 @@ class LightTokenizer:
         try:
             import jinja2  # noqa: F401
             from tokenizers import Tokenizer
+
+            from busrl.data.library import library_tokenizer  # only here: engines count nothing
 
             path = folder / "tokenizer.json"
             core = Tokenizer.from_file(str(path)) if path.is_file() else None

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.data.library import FILES, library_tokenizer
 from busrl.system.files import as_map, read_map
 
 Ids = npt.NDArray[np.int32]
@@ -94,8 +93,8 @@ def token_rows(folder: Path) -> TokenRows:
 def _ids_of_files(folder: Path) -> set[int]:
     """The ids of tokenizer.json, or of what transformers makes of other files, and of tokens that were added beside it;
     empty without either."""
-    text = "" if (folder / FILES[0]).is_file() else library_tokenizer(folder)
-    data = as_map(json.loads(text)) if text else read_map(folder / "tokenizer.json")
+    file = folder / "tokenizer.json"
+    data = read_map(file) if file.is_file() else _of_library(folder)
     vocabulary, added = as_map(data.get("model")).get("vocab"), data.get("added_tokens")
     ids = set(range(len(vocabulary))) if isinstance(vocabulary, list) else set(_ids(list(as_map(vocabulary).values())))
     if not ids:
@@ -105,6 +104,14 @@ def _ids_of_files(folder: Path) -> set[int]:
     later = as_map(read_map(folder / "tokenizer_config.json").get("added_tokens_decoder"))
     return ids | {int(number) for number in later if number.isdecimal()} | set(
         _ids(list(read_map(folder / "added_tokens.json").values())))
+
+
+def _of_library(folder: Path) -> dict[str, Any]:
+    """The tokenizer that transformers makes of other files; empty without one."""
+    from busrl.data.library import library_tokenizer  # only here: most folders have a tokenizer.json
+
+    text = library_tokenizer(folder)
+    return as_map(json.loads(text)) if text else {}
 
 
 # -- what the files say -----

@@ -128,9 +128,7 @@ def test_a_sample_in_a_slot_shows_prompt_and_owner_and_versions(scene: Made) -> 
     assert f"slot      {slot}: GENERATED for " in text and "held by" not in text
     assert "segment   0: 3 tokens of versions 3 to 4" in text and "admitted as number 4 at version 3" in text
     assert scene.ring.claim(slot, word, State.REWARDING)
-    assert f"REWARDING for 0.0 s, held by rollout/0 (pid {os.getpid()})" in scene.inspect(sample).replace(
-        "0.1 s", "0.0 s"
-    )
+    assert re.search(rf"REWARDING for \d+\.\d s, held by rollout/0 \(pid {os.getpid()}\)", scene.inspect(sample))
 
 
 def test_a_trained_sample_is_found_in_every_record_without_a_ring(scene: Made) -> None:
