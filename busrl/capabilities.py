@@ -225,7 +225,6 @@ CAPABILITIES: tuple[Capability, ...] = (
             "service.keys:key_options", "See docs/service.md."),)),
     Capability("teachers", "several teachers, or teachers behind endpoints", plugs={
         "maker": "teachers.several:TeacherMaker", "checks": "teachers.rules:CHECKS",
-        "implied": "teachers.rules:implied",
         "store": "teachers.posted:Store", "posted_rows": "teachers.posted:posted_rows",
         "step_observers": "teachers.of_groups:observers"}, asks={
         "learner.teacher": lambda topology: bool(topology.learner.teacher),

@@ -249,7 +249,7 @@ def _timeout_of(kind: str) -> float:
 
 
 def _with_algorithm(draft: Topology, source: Source) -> Topology:
-    """Set the keys that recipe, loss or an optional part sets and the file leaves out; `derived.algorithm` has them."""
+    """Set the keys of recipe and loss that the file leaves out; `derived.algorithm` lists them."""
     notes: list[str] = []
     recipe = f'recipe "{draft.learner.recipe}"'
     for key, value in catalog.RECIPES.get(draft.learner.recipe, {}).items():
@@ -259,8 +259,6 @@ def _with_algorithm(draft: Topology, source: Source) -> Topology:
         draft = _set_unless_written(draft, source, key, value, f'loss "{draft.learner.loss}"', notes)
     if draft.learner.aggregation == "seq-mean-token-sum-norm" and not draft.learner.length_norm:
         draft = _set_unless_written(draft, source, "learner.length_norm", catalog.OfLimit(1), "the aggregation", notes)
-    for key, value, why in [implied for of_part in capabilities.plugs("implied") for implied in of_part(draft)]:
-        draft = _set_unless_written(draft, source, key, value, why, notes)
     return dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, algorithm=tuple(notes)))
 
 

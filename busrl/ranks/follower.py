@@ -141,6 +141,10 @@ class Follower:
             case wire.Bring():
                 return self._take(message)
         assert self.trainer is not None, f"{type(message).__name__} before a model was built"
+        if isinstance(message, wire.Await):
+            waits = wire.Waits(seq=message.seq)
+            self.trainer.scorer.wait_for(message.uids, lambda: self.stream.send(waits, self.settings.collective_s))
+            return wire.Done()
         if isinstance(message, wire.Save):
             self._saving, self._saving_seq = self.trainer.save(Path(message.path)), message.seq
             return None

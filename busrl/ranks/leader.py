@@ -6,6 +6,7 @@ the trainer, over the process group of `mesh`. Knows nothing of rings, logs or g
 - Whoever runs a forward, a backward or an update runs it on all ranks: a round is one micro-batch on every rank, an
   empty one where there is no work. A sample is never cut over ranks.
 - The first failure ends the team: nothing is repaired inside a living process.
+- Nobody waits for a teacher behind an endpoint in a collective: before a round all ranks have what they asked for.
 - Before a step every rank proves that it counted the tokens that rank 0 planned for it: a wrong mean would be silent.
 """
 
@@ -17,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -199,6 +202,29 @@ class Team:
             raise RankLost(f"{stream.name} answered {answer.seq} when {self.seq} was asked")
         return answer
 
+    def wait_for_teachers(
+        self, own: Callable[[Callable[[], None]], None], on_progress: Callable[[], None]
+    ) -> None:
+        """Wait for Done of all followers, each as long as it says that it waits for its teacher. `own`: the wait of
+        this rank, which calls what it is given again and again."""
+        heard = dict.fromkeys(self.followers, time.monotonic())
+        own(lambda: self._hear(heard, 0.0))
+        while heard:
+            self._hear(heard, LOOK_EVERY_S)
+            on_progress()
+
+    def _hear(self, heard: dict[wire.Stream, float], wait_s: float) -> None:
+        """Note whom something came from; who is done is heard no more."""
+        limit, ready = self.settings.collective_s, wait([stream.socket for stream in heard], wait_s)
+        for stream in [stream for stream in heard if stream.socket in ready]:
+            if isinstance(self._answer(stream, limit), wire.Waits):
+                heard[stream] = time.monotonic()
+            else:
+                del heard[stream]
+        for stream, at in heard.items():
+            if time.monotonic() - at > limit:
+                raise RankLost(f"{stream.name}, which waited for its teacher, has said nothing for {limit:g} s")
+
     @contextlib.contextmanager
     def together(self, what: str, suspects: Sequence[int] = ()) -> Iterator[None]:
         """Run a collective. If it fails, the error names the rank that is the cause: one with last words, one that has
@@ -311,8 +337,9 @@ class Leader(Trainer):
     ) -> None:
         """Forward and backward of these samples, spread over the ranks, added to the step under way."""
         advantages, rounds = self._checked(samples, advantages), self._rounds(samples)
-        self._expect(samples, rounds)
-        for shares in rounds:
+        for at, shares in enumerate(rounds):
+            if self.scorer.asks_ahead:
+                self._teach(samples, rounds, at)
             parts: list[Any] = []
             for number, share in enumerate(shares):
                 parts.append(([samples[i] for i in share], advantages.of(share), version))
@@ -327,14 +354,17 @@ class Leader(Trainer):
                 else:
                     self.idle()
 
-    def _expect(self, samples: Sequence[Sample], rounds: Sequence[Round]) -> None:
-        """Let each rank ask teachers behind endpoints about its samples of all rounds, while it trains the first."""
-        if len(rounds) < 2 or not self.scorer.asks_ahead:  # those of one round are all asked in it
-            return
-        of_rank = ([i for shares in rounds for i in shares[number]] for number in range(len(rounds[0])))
-        parts = [[samples[i] for i in chosen] for chosen in of_rank]
+    def _teach(self, samples: Sequence[Sample], rounds: Sequence[Round], at: int) -> None:
+        """Let each rank ask teachers behind endpoints about its samples of the next rounds, and wait for what it asked
+        about this one."""
+        ahead = at + self.scorer.ahead
+        coming = rounds[ahead if at else 0 : ahead + 1]  # those before were asked about already
+        parts = [[samples[i] for shares in coming for i in shares[number]] for number in range(len(rounds[0]))]
         self.team.send([wire.Expect(work=wire.work_of(self.hooks.ages_of, part)) for part in self.team.each(parts)])
         self.scorer.expect(parts[0])
+        uids = [[samples[i].uid for i in share] for share in rounds[at]]
+        self.team.send([wire.Await(uids=some) for some in self.team.each(uids)])
+        self.team.wait_for_teachers(partial(self.scorer.wait_for, uids[0]), self.hooks.on_progress)
 
     def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
         self.team.send([

@@ -73,11 +73,10 @@ class Rank(Actor):
         message, self.message = self.message, None
         if message is None:
             return False
-        limit, learner = self.topology.limits.work_s, self.topology.learner
-        if learner.memory.compile:
+        limit = self.topology.limits.work_s
+        if self.topology.learner.memory.compile:
             limit = max(limit, COMPILE_S)
-        # It shows no progress while it waits in a collective for another rank, which is named after that time.
-        with self.activity(type(message).__name__.lower(), limit + learner.parallel.collective_timeout_s):
+        with self.activity(type(message).__name__.lower(), limit):
             if not self.follower.act(message):
                 self.stop("the learner has ended")
         return True

@@ -119,9 +119,20 @@ class Micro(Worked):
 
 
 class Expect(ControlMessage):
-    """Ask teachers behind endpoints about the samples of the work, which come in several micro-batches from now on."""
+    """Ask teachers behind endpoints about the samples of the work, which come in micro-batches from now on."""
 
     work: Work
+
+
+class Await(ControlMessage):
+    """Wait for the answers about these samples, which come in the next micro-batch; Done when they are there, and Waits
+    again and again until then."""
+
+    uids: list[int]
+
+
+class Waits(ControlMessage):
+    """This rank lives, and waits for a teacher."""
 
 
 class Score(Worked):
@@ -184,8 +195,8 @@ class LastWords(ControlMessage):
 
 
 ControlMessages = (
-    RankHello | Join | Bring | Build | Restore | Adopt | Expect | Micro | Score | Step | Gather | Save | Leave | Done
-    | Scored | Saved | LastWords
+    RankHello | Join | Bring | Build | Restore | Adopt | Expect | Await | Micro | Score | Step | Gather | Save | Leave
+    | Done | Waits | Scored | Saved | LastWords
 )
 _LENGTH = struct.Struct("<Q")
 LONGEST = 1 << 34

@@ -23,7 +23,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +109,17 @@ class Endpoint:
             if sample.uid not in self._coming:
                 self._coming[sample.uid] = self._begun(sample)
 
+    def wait_for(self, uids: Sequence[int], on_wait: Callable[[], None]) -> None:
+        """Wait for all answers about samples that were expected, which `ask` then has; calls `on_wait` meanwhile."""
+        def tick() -> None:
+            self._on_progress()
+            on_wait()
+
+        with self._all_or_none():
+            for future in itertools.chain.from_iterable(self._coming.get(uid, []) for uid in uids):
+                if future is not None:
+                    self._wait(future, on_tick=tick)
+
     def ask(self, samples: Sequence[Sample], ids: Tensor | None) -> Pending:
         """Send requests for all sequences of the samples, where that was not done yet; the answer waits for them."""
         self._succeeded = time.monotonic()
@@ -130,19 +141,25 @@ class Endpoint:
     def _answer(self, asked: Futures, spans: Sequence[Any], ids: Tensor | None) -> Taught:
         counts = [int((of_piece[:, 1] - of_piece[:, 0]).sum()) for of_piece in spans]
         wanted = [None] * len(spans) if ids is None else np.split(ids.cpu().numpy(), np.cumsum(counts)[:-1])
-        try:
+        with self._all_or_none(asked):
             taken = [
                 Rows.nothing(tokens, self._count) if future is None else self._chosen(self._wait(future), some)
                 for future, tokens, some in zip(asked, counts, wanted, strict=True)
             ]
+        rows = np.concatenate([rows.ids for rows in taken]), np.concatenate([rows.logprobs for rows in taken])
+        return torch.from_numpy(rows[0]), torch.from_numpy(rows[1])
+
+    @contextlib.contextmanager
+    def _all_or_none(self, asked: Sequence[concurrent.futures.Future[Rows] | None] = ()) -> Iterator[None]:
+        """Cancel what is asked, and what is still to come, if a part of it cannot be had."""
+        try:
+            yield
         except BaseException:
             for future in itertools.chain(asked, *self._coming.values()):
                 if future is not None:
                     future.cancel()
             self._coming.clear()
             raise
-        rows = np.concatenate([rows.ids for rows in taken]), np.concatenate([rows.logprobs for rows in taken])
-        return torch.from_numpy(rows[0]), torch.from_numpy(rows[1])
 
     def _chosen(self, rows: Rows, wanted: Any) -> Rows:
         """The rows of the wanted ids; all of them without any."""

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 
 from busrl.algorithms import catalog
 from busrl.preflight.findings import Check, Clash, Finding, clashes
-from busrl.topology.learner import Parallel
 from busrl.topology.schema import ATROPOS, Topology
 
 ROWS, TOP = "learner.teacher", "learner.teacher_top"
-COLLECTIVE = "learner.parallel.collective_timeout_s"
 KINDS = ("path", "base_url", "posted")
 
 
@@ -25,18 +23,6 @@ def _posted(t: Topology) -> bool:
 
 def _asked(t: Topology) -> bool:
     return any(row.base_url for row in t.learner.teacher)
-
-
-def _longest_s(t: Topology) -> float:
-    """Seconds after which a rank ends that waits for an endpoint; 0 without any."""
-    return max((row.patience_s + row.timeout_s for row in t.learner.teacher if row.base_url), default=0.0)
-
-
-def implied(t: Topology) -> Iterator[tuple[str, object, str]]:
-    """Yield the keys that teachers set where the file leaves them out, each with its value and why: ranks wait for one
-    that waits for its teacher, and then have the usual time for it."""
-    if t.ranks > 1 and _asked(t):
-        yield COLLECTIVE, Parallel.collective_timeout_s + _longest_s(t), "the patience of its teachers"
 
 
 def _tagged(t: Topology) -> bool:
@@ -68,10 +54,6 @@ TABLE = (
           "an endpoint gives log-probabilities at temperature 1; temperature = 1, or a teacher with a path"),
     Clash((ROWS, "process"), lambda t: t.rank_hosts and (_tagged(t) or _posted(t)),
           "ranks on other hosts have no prompts and no posted groups; keep the ranks here, or remove the tags"),
-    Clash((ROWS, COLLECTIVE),
-          lambda t: t.ranks > 1 and _longest_s(t) >= t.learner.parallel.collective_timeout_s,
-          lambda t: f"a rank may wait {_longest_s(t):g} s for its teacher (patience_s and timeout_s), and others for "
-                    "the rank; set collective_timeout_s above that, or leave it out"),
 )
 
 

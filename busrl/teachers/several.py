@@ -13,6 +13,7 @@ reads, and to the teachers. Knows nothing of losses.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from busrl.training.batch import Flat, Sample
 from busrl.training.scorer import NOTHING
 
 TAGS_KEPT = 65536
+AHEAD = 8  # micro-batches that endpoints are asked about early
 TagOf = Callable[[int], str]  # of the group of a sample
 
 
@@ -69,6 +71,17 @@ class Teachers:
     def asks_ahead(self) -> bool:
         """True if any teacher answers from elsewhere, so that asking early saves time."""
         return any(isinstance(teacher, Endpoint) for teacher in self._rows.values())
+
+    @property
+    def ahead(self) -> int:
+        """How many micro-batches are asked about early: none where answers have a number for every token."""
+        return AHEAD if self._chosen is None else 0
+
+    def wait_for(self, uids: Sequence[int], on_wait: Callable[[], None]) -> None:
+        """Wait until endpoints have answered about samples that were expected; calls `on_wait` meanwhile."""
+        for endpoint in self._rows.values():
+            if isinstance(endpoint, Endpoint):
+                endpoint.wait_for(uids, on_wait)
 
     def expect(self, samples: Sequence[Sample]) -> None:
         """Ask endpoints about samples that come soon, while others are trained."""
@@ -149,6 +162,7 @@ class TeacherMaker:
         self, number: int, row: TeacherRow, count: int, words: int, on_progress: Callable[[], None]
     ) -> Endpoint:
         if number not in self._endpoints:
+            row = replace(row, concurrency=max(1, row.concurrency // self._topology.ranks))  # each rank asks for itself
             every = self._topology.learner.teacher_top == "student"
             self._endpoints[number] = Endpoint(row, self._topology.model.path, count, words, on_progress, every)
         return self._endpoints[number]

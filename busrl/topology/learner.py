@@ -84,8 +84,7 @@ class Parallel(Table):
     offload: str = key("none", "where parts, gradient and optimiser are: on the device, or in the host's memory",
                        choices=("none", "all"))
     reshard: bool = key(True, "give up gathered weights between forward and backward: less memory, one more gathering")
-    collective_timeout_s: float = key(120.0, "a rank that others await longer is named, all start again; left out, "
-                                      "patience_s and timeout_s of teachers behind endpoints are added", above=0)
+    collective_timeout_s: float = key(120.0, "a rank that others await longer is named, all start again", above=0)
     host_timeout_s: float = key(1800.0, "ranks of another host that are not there after this long end the run", above=0)
 
 
@@ -121,7 +120,7 @@ class TeacherRow(Table):
     posted: bool = key(False, "or: atropos clients post its probabilities (distill_token_ids, distill_logprobs)")
     model: str = key("", "base_url: the model's name there; empty = the only one that it has")
     api_key_env: str = key("", "base_url: environment variable that holds the key; empty = no key is sent")
-    concurrency: int = key(64, "base_url: requests under way at a time", low=1, high=10000)
+    concurrency: int = key(64, "base_url: requests under way at a time, of all ranks together", low=1, high=10000)
     timeout_s: float = key(120.0, "base_url: an answer that takes longer is asked for again", above=0, high=3600)
     patience_s: float = key(600.0, "base_url: the learner ends after so long without a usable answer", above=0,
                             high=86400)

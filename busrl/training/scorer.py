@@ -106,11 +106,22 @@ class Scorer:
         """True if `expect` has an effect."""
         return bool(getattr(self.teacher, "asks_ahead", False))
 
+    @property
+    def ahead(self) -> int:
+        """How many micro-batches after the one that is trained are to be expected by then."""
+        return int(getattr(self.teacher, "ahead", 0))
+
     def expect(self, samples: Sequence[Sample]) -> None:
         """Tell a teacher that answers from elsewhere which samples come next."""
         if self.asks_ahead:
             elsewhere: Any = self.teacher
             elsewhere.expect(samples)
+
+    def wait_for(self, uids: Sequence[int], on_wait: Callable[[], None]) -> None:
+        """Wait until such a teacher has told of these samples, which were expected; calls `on_wait` meanwhile."""
+        if self.asks_ahead:
+            elsewhere: Any = self.teacher
+            elsewhere.wait_for(uids, on_wait)
 
     def _of_logprobs(self, flat: Flat, logprobs: Tensor, advantages: Advantages) -> losses.LossInputs:
         """The inputs of the loss that need the forward of the log-probabilities alone."""

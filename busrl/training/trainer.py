@@ -125,8 +125,9 @@ class Trainer:
         """Forward and backward of these samples, added to the step under way. `advantages` may be a number for each.
         `version`: that of the trained weights, for the mismatch between engine and trainer."""
         advantages = self._checked(samples, advantages)
-        self.scorer.expect(samples)
-        for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
+        parts = list(batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together))
+        for at, part in enumerate(parts):
+            self.scorer.expect([samples[i] for coming in parts[at : at + 1 + self.scorer.ahead] for i in coming])
             self.micro_batch([samples[i] for i in part], advantages.of(part), version)
 
     def _checked(self, samples: Sequence[Sample], advantages: Advantages | Sequence[Worth]) -> Advantages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from busrl.ranks.follower import Follower
 from busrl.roles.learner.loop import long_start
 from busrl.roles.learner.samples import to_sample
 from busrl.roles.learner.step import TrainingStep
+from busrl.teachers import several
 from busrl.teachers.base import InLearner
 from busrl.teachers.of_groups import PostedFiles
 from busrl.teachers.posted import Store, posted_rows
@@ -165,6 +167,41 @@ def test_a_prompt_whose_tag_no_teacher_has_is_named(
     chosen = taught(with_tags(topology, tmp_path), TeacherRow(path=str(folders["one"]), tag="even"))
     with pytest.raises(UserError, match=r"group 1 has the tag 'odd', and no teacher has it; there are even"):
         trained(chosen)
+
+
+@pytest.mark.parametrize("top", ["teacher", "student"])
+def test_a_teacher_is_asked_about_few_micro_batches_ahead(
+    topology: Topology, one: TeacherServer, top: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """About none ahead where each answer has a number for every token."""
+    monkeypatch.setattr(several, "AHEAD", 1)
+    chosen, coming = taught(topology, behind(one), teacher_top=top, micro_batch_tokens=30), list[list[int]]()
+    step = TrainingStep(chosen)
+    monkeypatch.setattr(step.trainer.scorer, "expect", lambda part: coming.append([sample.uid for sample in part]))
+    step.train(records(), 4, version=0)
+    parts = [uids for uids in coming if uids] if top == "student" else [
+        [uid for uid in uids if uid not in behind_it] for uids, behind_it in zip(coming, [*coming[1:], []])]
+    assert len(parts) > 2 and sorted(uid for part in parts for uid in part) == [record.uid for record in records()]
+
+
+def test_requests_under_way_are_those_of_all_ranks_together(folders: dict[str, Path], one: TeacherServer) -> None:
+    class Gate(threading.Event):
+        under_way, most = 0, 0
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            threading.Event().wait(0.05)
+            self.under_way -= 1
+            return True
+
+    base = load(ROOT / "configs" / "quickstart.toml", ["process.learner.ranks=2"])
+    two = taught(dataclasses.replace(base, model=dataclasses.replace(base.model, path=str(folders["student"]))),
+                 behind(one, concurrency=4))
+    step = TrainingStep(two)
+    one.gate = gate = Gate()
+    step.train(records(), 4, version=0)
+    assert gate.most <= 4 // 2
 
 
 def test_over_ranks_every_model_computes_in_every_micro_batch() -> None:

@@ -16,11 +16,13 @@ import torch
 from teacher_server import serving
 
 from busrl.algorithms import gae
-from busrl.errors import FunctionRefused, RankLost, UserError
+from busrl.errors import FunctionRefused, RankFailed, RankLost, UserError
 from busrl.quickstart import maker, task
+from busrl.ranks import wire
 from busrl.ranks.builder import TrainerBuilder
+from busrl.teachers import several
 from busrl.training import checkpoint, optimizers
-from busrl.training.batch import flatten
+from busrl.training.batch import Sample, flatten, rounds_of
 from busrl.training.forward import Forward, choose_forward
 from busrl.training.model import Adapter, LoraSettings, load, vocabulary
 from busrl.training.scorer import Advantages, Reference
@@ -313,26 +315,47 @@ def a_small_model(folder: Path, seed: int) -> Path:
     return folder
 
 
+def student_and_teacher(folder: Path) -> tuple[Path, Path]:
+    return a_small_model(folder / "student", 0), a_small_model(folder / "teacher", 1)
+
+
+def samples_of_words(lab: Any) -> list[Sample]:
+    words = len(task.VOCABULARY)
+    return [replace(one, prompt_ids=one.prompt_ids % words, token_ids=one.token_ids % words)
+            for one in lab.samples(groups=5)]
+
+
 @pytest.mark.long
-def test_each_rank_asks_a_teacher_ahead_about_all_of_its_share(lab: Any, tmp_path: Path) -> None:
-    """It answers nothing until it was asked about every sample, and these are trained in several rounds."""
+def test_a_rank_asks_a_teacher_ahead_about_few_of_its_micro_batches(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers nothing until it was asked about every sample of the first rounds."""
 
-    class Gate(threading.Barrier):
-        set = threading.Barrier.abort
+    class Gate(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if len(server.asked) >= 2 + first:
+                self.set()
+            assert super().wait(timeout), "too few were asked about"
+            return True
 
-    student, taught_by = (a_small_model(tmp_path / name, seed) for seed, name in enumerate(("student", "teacher")))
-    words, way = len(task.VOCABULARY), choose_forward(load(taught_by))
-    samples = [replace(one, prompt_ids=one.prompt_ids % words, token_ids=one.token_ids % words)
-               for one in lab.samples(groups=5)]
+    monkeypatch.setattr(several, "AHEAD", 1)
+    student, taught_by = student_and_teacher(tmp_path)
+    way, samples = choose_forward(load(taught_by)), samples_of_words(lab)
     more = {**SETTINGS, "loss": "topk_kl"}
     with serving(taught_by) as server, team_of(tmp_path, endpoint=(server.url, str(student)), **more) as team:
         trainer = team.trainer(student, TrainerSettings(**more))
         assert len(server.asked) == 2, "each rank proves its teacher at the start"
-        assert sum(sample.length for sample in samples) > 2 * SETTINGS["micro_batch_tokens"], "more than one round"
-        server.gate = Gate(len(samples))  # type: ignore[assignment]
+        rounds = rounds_of([one.length for one in samples], 2, SETTINGS["micro_batch_tokens"], trainer._cost)
+        first = sum(len(share) for shares in rounds[:2] for share in shares)
+        assert len(rounds) > 2
+        server.gate, sent, send = Gate(), list[int](), team.send
+        monkeypatch.setattr(team, "send", lambda messages: (
+            send(messages), sent.extend(len(one.work.samples) for one in messages if isinstance(one, wire.Expect))))
         trainer.accumulate(samples, [1.0] * len(samples))
         found = trainer.step(1e-2)
         assert len(server.asked) == 2 + len(samples)
+    of_follower = [len(shares[1]) for shares in rounds]
+    assert sent == [sum(of_follower[:2]), *of_follower[2:], 0]
 
     def best(part: Any, flat: Any) -> Any:
         return way.best(part, flat, TEACHER_K, vocabulary(way.model))
@@ -340,3 +363,39 @@ def test_each_rank_asks_a_teacher_ahead_about_all_of_its_share(lab: Any, tmp_pat
     alone = Trainer(load(student), TrainerSettings(**more), teach=lambda *_: best)
     alone.accumulate(samples, [1.0] * len(samples))
     assert_same_steps([found], [alone.step(1e-2)])
+
+
+@pytest.mark.long
+def test_ranks_outwait_a_slow_teacher_of_another_rank(lab: Any, tmp_path: Path) -> None:
+    """It takes longer with one sample than a rank may wait in a collective."""
+    student, taught_by = student_and_teacher(tmp_path)
+    samples, more = samples_of_words(lab), {**SETTINGS, "loss": "topk_kl"}
+    slow, collective_s = samples[3], 8.0
+
+    def late(answer: dict[str, Any]) -> dict[str, Any]:
+        if answer["choices"][0]["prompt_token_ids"] == [*slow.prompt_ids.tolist(), *slow.token_ids.tolist()]:
+            threading.Event().wait(collective_s + 5)
+        return answer
+
+    with serving(taught_by) as server, team_of(
+        tmp_path, collective_s=collective_s, endpoint=(server.url, str(student)), **more
+    ) as team:
+        trainer = team.trainer(student, TrainerSettings(**more))
+        server.change = late
+        trainer.accumulate(samples, [1.0] * len(samples))
+        assert trainer.step(1e-2).tokens == sum(sample.trained for sample in samples)
+
+
+@pytest.mark.long
+def test_a_rank_whose_teacher_fails_is_named_before_any_collective(lab: Any, tmp_path: Path) -> None:
+    student, taught_by = student_and_teacher(tmp_path)
+    samples, more = samples_of_words(lab), {**SETTINGS, "loss": "topk_kl"}
+    with serving(taught_by) as server, team_of(tmp_path, endpoint=(server.url, str(student)), **more) as team:
+        trainer = team.trainer(student, TrainerSettings(**more))
+        rounds = rounds_of([one.length for one in samples], 2, SETTINGS["micro_batch_tokens"], trainer._cost)
+        bad = [samples[i] for i in rounds[0][1]]
+        wrong = [[*one.prompt_ids.tolist(), *one.token_ids.tolist()] for one in bad]
+        server.change = lambda answer: {} if answer["choices"][0]["prompt_token_ids"] in wrong else answer
+        with pytest.raises(RankFailed, match=r"rank 1 .* failed: .*the teacher at .*sample \d+") as caught:
+            trainer.accumulate(samples, [1.0] * len(samples))
+        assert not caught.value.uids, "no sample of it was computed"
