@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -17,16 +18,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from monitor_scene import PATIENCE_S, UUID, Scene, finished, metrics_line, until
 from test_monitor_replay import make, stream
 
 from busrl.cli import main
+from busrl.observe.monitor.sources import Watcher
 from busrl.observe.monitor.web.picture import MOST_LINES, MOST_SPANS, History, blocked
-from busrl.observe.monitor.web.server import FILES, MOST_CONNECTIONS, MOST_STREAMS, Address
+from busrl.observe.monitor.web.server import FILES, MOST_CONNECTIONS, MOST_STREAMS, Address, View, Views
 from busrl.protocol import messages as m
 from busrl.ring import Ring
+from busrl.status.reader import RunReader
 from busrl.status.state import ProcessRecord, ProcessRow, RingRecord, RunState
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -239,6 +243,36 @@ def test_a_model_is_watched_while_a_page_looks_at_it(scene: Scene, site: Site) -
     finally:
         ring.close()
         Ring.unlink(judge.ring_name)
+
+
+def test_a_model_that_cannot_be_read_ends_only_its_own_pages(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, refresh = scene.beside("judge"), RunReader.refresh
+    broken = [str(judge.root)]
+
+    def refreshed(reader: RunReader, now: float) -> None:
+        if reader.run.facts.run_dir in broken:
+            raise OSError("the disk is gone")
+        refresh(reader, now)
+
+    monkeypatch.setattr(RunReader, "refresh", refreshed)
+    with closing(Watcher(scene.paths)) as watcher:
+        views = Views(View(watcher, scene.paths))
+        for _ in range(2):
+            with pytest.raises(web.HTTPServiceUnavailable) as refused, views.page("judge"):
+                pass
+            assert "the disk is gone" in str(refused.value.text) and len(views.every) == 1
+        broken.clear()
+        with views.page("judge") as page, views.page("") as lead:
+            assert len(views.every) == 2 and not page.over
+            broken.append(str(judge.root))
+            views.each(lambda view: view.look(time.monotonic() + 60.0))
+            assert page.over and page.news.is_set() and views.every == [lead] and not lead.over
+            broken.clear()
+            with views.page("judge") as again:
+                assert not again.over and views.pages == 2
+        views.close()
 
 
 def test_pages_of_all_models_together_are_bounded(scene: Scene, site: Site) -> None:

@@ -9,6 +9,7 @@ looks at, in one thread. Knows nothing of what a picture holds.
 - A client's share is bounded: connections, streams, the time for a request and for reading an answer. A slow stream
   misses pictures, and delays no other.
 - A model beside the first is watched from its first page to its last, so there are never more views than models.
+- One that cannot be read ends its own pages, and no other's.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from os import getuid
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -52,8 +54,10 @@ try:
 except ImportError as missing:
     raise UserError("the monitor's page needs aiohttp, not installed: pip install 'busrl[agents]'") from missing
 
+log = logging.getLogger("busrl")
 MOST_CONNECTIONS, MOST_STREAMS = 64, 16
-WRITE_S, MOST_TAG = 10.0, 32  # MOST_TAG: letters of a model's name that are said to be none
+WRITE_S = 10.0
+TOLD_LETTERS = 32  # of a name in a request that is no model's
 SCRIPT, STYLE = "text/javascript", "text/css"
 FILES: Final = {
     "/": ("page.html", "text/html"), "/page.js": ("page.js", SCRIPT), "/draw.js": ("draw.js", SCRIPT),
@@ -107,7 +111,12 @@ class View:
     def __init__(self, watcher: Watcher, target: RunPaths | str) -> None:
         self.watcher, self.target, self.history = watcher, target, History()
         self.picture, self.rendered_at, self.pages = b"", 0.0, 0
-        self.news = asyncio.Event()  # set by the next picture
+        self.news, self.over = asyncio.Event(), False  # set by the next picture, and by the end
+
+    def end(self) -> None:
+        """End its pages."""
+        self.over = True
+        self.news.set()
 
     def look(self, now: float) -> None:
         self.watcher.refresh(now)
@@ -157,7 +166,7 @@ class Views:
         places = {tag_of(paths): paths for paths in (models_of(first) if isinstance(first, RunPaths) else ())}
         if model not in places:
             there = f"its models are {', '.join(places)}" if len(places) > 1 else "it has one, at /"
-            raise web.HTTPNotFound(text=f"no model {model[:MOST_TAG]!r} in this run; {there}")
+            raise web.HTTPNotFound(text=f"no model {model[:TOLD_LETTERS]!r} in this run; {there}")
         return places[model]
 
     @contextmanager
@@ -170,24 +179,47 @@ class Views:
             yield view
         finally:
             view.pages -= 1
-            if not view.pages and view is not self._first:
-                self._close(target)
+            if not view.pages:
+                self._close(view)
+
+    def each(self, do: Callable[[View], object]) -> None:
+        """Do something to each view. One that fails is ended and closed; the first is what the server is for, so its
+        failure is the server's."""
+        for view in self.every:
+            try:
+                do(view)
+            except Exception as problem:
+                if view is self._first:
+                    raise
+                log.warning("%s cannot be shown: %s", view.target, problem)
+                view.end()
+                self._close(view)
 
     def close(self) -> None:
-        """Close all but the first, whose watcher is the caller's."""
-        for target in [target for target, view in self._open.items() if view is not self._first]:
-            self._close(target)
+        for view in self.every:
+            self._close(view)
 
     def _opened(self, target: RunPaths | str) -> View:
-        try:
-            view = self._open[target] = View(Watcher(target), target)
-        except NoSuchRun as gone:  # it was removed just now
-            raise web.HTTPNotFound(text=str(gone)) from None
-        view.look(time.monotonic())
+        """A view of another model; HTTPNotFound if it was removed just now, HTTPServiceUnavailable if it cannot be
+        read."""
+        with ExitStack() as opened:
+            try:
+                watcher = Watcher(target)
+                opened.callback(watcher.close)
+                view = View(watcher, target)
+                view.look(time.monotonic())
+            except NoSuchRun as gone:
+                raise web.HTTPNotFound(text=str(gone)) from None
+            except Exception as problem:
+                raise web.HTTPServiceUnavailable(text=f"it cannot be read now: {problem}") from problem
+            opened.pop_all()
+        self._open[target] = view
         return view
 
-    def _close(self, target: RunPaths | str) -> None:
-        if (view := self._open.pop(target, None)) is not None:
+    def _close(self, view: View) -> None:
+        """Close a view, unless it is closed; never the first, whose watcher is the caller's."""
+        if view is not self._first and self._open.get(view.target) is view:
+            del self._open[view.target]
             view.watcher.close()
 
 
@@ -224,7 +256,7 @@ class Server:
         await runner.setup()
         await self._listener.open(runner.server)
         try:
-            self._look(time.monotonic())
+            self._views.each(partial(View.look, now=time.monotonic()))
             ready(self.url)
             await self._follow()
         finally:
@@ -239,28 +271,17 @@ class Server:
         looked = due = 0.0
         while not self._stop.is_set():
             now = time.monotonic()
-            for view in self._views.every:
-                catch_up(view.watcher)
+            self._views.each(lambda view: catch_up(view.watcher))
             if now >= looked + RENDER_S:
                 looked = now
-                self._look(now)
+                self._views.each(partial(View.look, now=now))
             if now >= due and self._views.pages:
                 begun = time.process_time()
-                self._render(now)
+                self._views.each(partial(_render, now=now))
                 due = now + max(RENDER_S, (time.process_time() - begun) / RENDER_SHARE)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), WAKE_S)
-        for view in self._views.every:
-            view.news.set()
-
-    def _look(self, now: float) -> None:
-        for view in self._views.every:
-            view.look(now)
-
-    def _render(self, now: float) -> None:
-        for view in self._views.every:
-            if view.pages:
-                view.render(now)
+        self._views.each(View.end)
 
     # -- requests that are refused -----
 
@@ -338,11 +359,11 @@ class Server:
         return response
 
     async def _stream(self, response: web.StreamResponse, view: View) -> None:
-        """Write what is new in a view, up to the end of the server."""
+        """Write what is new in a view, up to its end or the server's."""
         if time.monotonic() > view.rendered_at + RENDER_S:
             view.render(time.monotonic())
         seen = Seen()
-        while not self._stop.is_set():
+        while not view.over:
             news = view.news
             for event in view.events_after(seen):
                 await asyncio.wait_for(response.write(event), WRITE_S)
@@ -350,6 +371,11 @@ class Server:
                 self._gave_way = True
                 give_way(NICE)
             await news.wait()
+
+
+def _render(view: View, now: float) -> None:
+    if view.pages:
+        view.render(now)
 
 
 def _event(name: str, data: Any) -> bytes:
