@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from commands import Forked
 
 from busrl.bus import Endpoint
 from busrl.bus.endpoint import KIND, PlainWire
@@ -38,8 +38,8 @@ class BrokerProcess:
         self.process: subprocess.Popen[str] | None = None
 
     def spawn(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(self._directory), str(self._max_bytes)],
+        return Forked(
+            ["python", "-c", SERVE, str(self._directory), str(self._max_bytes)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Forked
 from topologies import here, loaded  # noqa: F401
 
 from busrl.paths import RunPaths
@@ -150,10 +151,14 @@ class Scripted:
         self.output = ""
         self.pids: set[int] = set()
 
-    def start(self, modes: dict[str, str], stdout: int = subprocess.PIPE, **limits: float) -> subprocess.Popen[str]:
+    def start(
+        self, modes: dict[str, str], stdout: int = subprocess.PIPE, cold: bool = False, **limits: float
+    ) -> subprocess.Popen[str]:
+        """Start a launch; `cold`: it inherits what this process has, such as signals that are ignored."""
         limits = {"ready_s": 60.0, "progress_s": 60.0, "stop_s": 30.0, "restart_attempts": 3, **limits}
-        command = [sys.executable, "-c", DRIVER, str(self.root), json.dumps(modes), json.dumps(limits), str(self.child)]
-        self.launch = subprocess.Popen(command, stdout=stdout, stderr=subprocess.STDOUT, text=True)
+        command = ["-c", DRIVER, str(self.root), json.dumps(modes), json.dumps(limits), str(self.child)]
+        program, made = (sys.executable, subprocess.Popen) if cold else ("python", Forked)
+        self.launch = made([program, *command], stdout=stdout, stderr=subprocess.STDOUT, text=True)
         self.pids.add(self.launch.pid)
         return self.launch
 

@@ -118,7 +118,7 @@ def test_a_signal_ends_the_run_in_order_with_the_usual_exit_code(scripted, numbe
 def test_a_signal_ignored_since_launch_started_never_ends_the_run(scripted, number):
     before = signal.signal(number, signal.SIG_IGN)  # as nohup does, and a shell that starts something with `&`
     try:
-        launch = scripted.start({"rollout/0": "well", "learner": "learner"})
+        launch = scripted.start({"rollout/0": "well", "learner": "learner"}, cold=True)
     finally:
         signal.signal(number, before)
     scripted.ready("learner")
