@@ -14,8 +14,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ROOT / "examples" / "real-run"
-needs_packages = [pytest.importorskip("reasoning_gym"), importlib.util.find_spec("dashscope")]
-vocabulary = pytest.mark.skipif(needs_packages[1] is None, reason="pip install --no-deps dashscope")
+# Not imported where tests are only collected: they take seconds.
+lacking = [name for name in ("reasoning_gym", "dashscope") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif("reasoning_gym" in lacking, reason="pip install reasoning-gym")
+vocabulary = pytest.mark.skipif("dashscope" in lacking, reason="pip install --no-deps dashscope")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ log-probability that a plain forward pass of the version it carries gives, to 1e
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from busrl.training.model import Adapter, LoraSettings, load
 from busrl.weights.folders import FolderReceiver, FolderSender
 from busrl.weights.tensors import fingerprint
 
-pytest.importorskip("peft")
+# Not imported where tests are only collected: it takes seconds.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="pip install peft")
 MODES = ("lora_hotswap", "lora_restart", "checkpoint_restart")
 
 

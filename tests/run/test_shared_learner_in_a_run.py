@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from contextlib import closing
@@ -18,7 +19,8 @@ from busrl.paths import RunPaths
 from busrl.ring import Ring
 from busrl.states import HeaderWord
 
-pytest.importorskip("peft")
+# Not imported where tests are only collected: it takes seconds.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="pip install peft")
 EPISODE = '''
 async def episode(task, llm):
     answer = await llm["solver"].complete(task["prompt"], max_tokens=6)

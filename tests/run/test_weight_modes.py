@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -13,7 +14,8 @@ from harness import Run, running
 
 from busrl.weights import folders
 
-pytest.importorskip("peft")
+# Not imported where tests are only collected: it takes seconds.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="pip install peft")
 LORA = ("lora.rank=4", "learner.lr=2e-3")
 MODES = {
     "lora_hotswap": LORA,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from busrl.quickstart.cache import ensure
 from busrl.several.shared_learner import Bases
 from busrl.training.model import Adapter, LoraSettings, load
 
-pytest.importorskip("peft")
+# Not imported where tests are only collected: it takes seconds.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="pip install peft")
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 13).view(1, 10)
 

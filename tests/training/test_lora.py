@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from busrl.training.model import Adapter, LoraSettings, load
 from busrl.training.settings import TrainerSettings
 from busrl.training.trainer import Trainer
 
-pytest.importorskip("peft")
+# Not imported where tests are only collected: it takes seconds.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="pip install peft")
 SETTINGS = LoraSettings(rank=4, scale=2.0)
 
 
