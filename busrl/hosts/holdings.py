@@ -250,6 +250,10 @@ class AnswerReader:
     def __init__(self, ring: Ring, plays: bool, judges: bool, routed: bool = False, zips: bool = False) -> None:
         self.ring, self.plays, self.judges, self.routed, self.zips = ring, plays, judges, routed, zips
 
+    def end_compression(self) -> None:
+        """Compress nothing more."""
+        self.zips = False
+
     def read(
         self, ready: list[HeldTask], unreadable: Callable[[HeldTask, Exception], None]
     ) -> Iterator[ReadAnswer]:

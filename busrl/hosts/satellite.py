@@ -233,7 +233,8 @@ class Exchange:
 
     def leave(self, reason: str) -> None:
         """Send the answers that are ready once more, and hand all other tasks back. Compresses none: it has to end."""
-        self._next_collect, self.reader.zips = -math.inf, False
+        self._next_collect = -math.inf
+        self.reader.end_compression()
         self.collect()
         self._send([task for task in self.tasks.by_name.values() if task.ended])
         self.ask(g.RemoteLeave(life=self.source.life, reason=reason))

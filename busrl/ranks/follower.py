@@ -233,7 +233,7 @@ def _answer(trainer: Trainer, message: wire.ControlMessage) -> wire.ControlMessa
 
 def _micro(trainer: Trainer, work: wire.Work, routes: wire.SentRoutes | UnsetType) -> None:
     if not work.samples:
-        trainer.idle()
+        trainer.idle(work.version)
         return
     before = None if work.proximal is None else [np.frombuffer(row, np.float32) for row in work.proximal]
     chosen = None if work.chosen is None else [np.frombuffer(row, np.bool_) for row in work.chosen]

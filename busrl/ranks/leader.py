@@ -352,7 +352,7 @@ class Leader(Trainer):
                 if shares[0]:
                     self.micro_batch(*parts[0])
                 else:
-                    self.idle()
+                    self.idle(version)
 
     def _teach(self, samples: Sequence[Sample], rounds: Sequence[Round], at: int) -> None:
         """Let each rank ask teachers behind endpoints about its samples of the next rounds, and wait for what it asked

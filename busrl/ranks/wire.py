@@ -132,7 +132,7 @@ class Await(ControlMessage):
 
 
 class Waits(ControlMessage):
-    """This rank lives, and waits for a teacher."""
+    """Sign of life of a rank that waits for a teacher."""
 
 
 class Score(Worked):

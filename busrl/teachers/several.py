@@ -74,7 +74,7 @@ class Teachers:
 
     @property
     def ahead(self) -> int:
-        """How many micro-batches are asked about early: none where answers have a number for every token."""
+        """Number of micro-batches that are asked about early: none where answers have a number for every token."""
         return AHEAD if self._chosen is None else 0
 
     def wait_for(self, uids: Sequence[int], on_wait: Callable[[], None]) -> None:

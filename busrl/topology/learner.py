@@ -252,7 +252,7 @@ class Learner(Table):
                           choices=("auto", "on", "off"))
     balance: float = key(0.0, "mixture of experts: this times the loss that spreads tokens evenly over experts is "
                          "added; 0 = off", low=0, high=100)
-    routes_compare_every: int = key(0, "replay: every so many micro-batches one is computed once more with the "
+    routes_compare_every: int = key(0, "replay: of so many micro-batches one, by lot, is computed again with the "
                                     "learner's own choices, to compare (routes/mismatch_own); 0 = never",
                                     low=0, high=1 << 20)
     mismatch_limit: float = key(1.0, "the run ends if, before its first step, the engines' log-probabilities are this "

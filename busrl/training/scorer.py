@@ -9,6 +9,7 @@ updates or steps.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,6 +59,12 @@ class Advantages:
         return replace(self, **rows)  # type: ignore[arg-type]
 
 
+def drawn(version: int, place: int, every: int) -> bool:
+    """Draw one of `every` micro-batches: the same ones whoever asks, at any place of a step."""
+    lot = hashlib.blake2b(f"{version} {place}".encode(), digest_size=8).digest()
+    return not int.from_bytes(lot, "big") % every
+
+
 def teachers_of(topology: Any, root: Path) -> Callable[..., Teacher] | None:
     """The maker of several teachers, or of others than a model's own best tokens; None where there are none such."""
     learner = topology.learner
@@ -78,7 +85,6 @@ class Scorer:
         """`dtype`: of what the loss computes with. `ages_of`: steps since the version of each token."""
         self.forward, self.settings, self.dtype, self.device = forward, settings, dtype, device
         self.ages_of, self.value_head, self.reference, self.teacher = ages_of, value_head, reference, teacher
-        self._micro_batches = 0
 
     def flatten(self, samples: Sequence[Sample]) -> Flat:
         return batch.flatten(samples, self.dtype, self.device)
@@ -108,7 +114,7 @@ class Scorer:
 
     @property
     def ahead(self) -> int:
-        """How many micro-batches after the one that is trained are to be expected by then."""
+        """Number of micro-batches after the one that is trained that are to be expected by then."""
         return int(getattr(self.teacher, "ahead", 0))
 
     def expect(self, samples: Sequence[Sample]) -> None:
@@ -180,12 +186,14 @@ class Scorer:
         return None if replay is None else replay.loss(share, partial(sharded.summed, parameters=parameters))
 
     @torch.no_grad()
-    def by_own_routes(self, samples: Sequence[Sample], flat: Flat) -> Tensor | None:
-        """Score every so many micro-batches with the experts that the model chooses; None of all others. A forward of
-        all ranks, which have counted as many micro-batches; nothing may need the last forward any more."""
+    def by_own_routes(
+        self, samples: Sequence[Sample], flat: Flat, version: int | None, place: int
+    ) -> Tensor | None:
+        """Score one of so many micro-batches, by lot, with the experts that the model chooses; None of all others. A
+        forward of all ranks, which draw alike: by the version of the weights, without which none is compared, and the
+        place in the step. Nothing may need the last forward any more."""
         every = 0 if self.settings.routing is None else self.settings.routes_compare_every
-        self._micro_batches += 1
-        if not every or self._micro_batches % every:
+        if not every or version is None or not drawn(version, place, every):
             return None
         return self.forward.by_itself().score(samples, flat)[0]
 

@@ -117,6 +117,7 @@ class Trainer:
         if self.value_head is not None:
             self.value_head.clear()
         self.tally.clear()
+        self._place = 0  # of the next micro-batch in the step
         self._views: Mapping[str, Tensor] | None = None  # of this rank, what is published
 
     def accumulate(
@@ -168,16 +169,20 @@ class Trainer:
         self.tally.keep_gaps(samples, inputs)
         self.tally.add(samples, flat, row, with_values, self.forward.size(samples))
         self.tally.add_routes(None if self.forward.replay is None else self.forward.replay.figures())
-        if (own := self.scorer.by_own_routes(samples, flat)) is not None and current is not None:
+        if (own := self.scorer.by_own_routes(samples, flat, version, self._place)) is not None:
+            assert current is not None
             self.tally.add_compared(inputs, own, current)
+        self._place += 1
         self.hooks.on_progress()
 
-    def idle(self) -> None:
-        """A micro-batch of nothing: the forward and backward of a rank without work, whose gradient is 0."""
+    def idle(self, version: int | None) -> None:
+        """A micro-batch of nothing: the forward and backward of a rank without work, whose gradient is 0. `version`: as
+        of the other ranks."""
         nothing = self.scorer.idle()
         self.scorer.balance(None, self.parameters)
         nothing.backward()  # type: ignore[no-untyped-call]
-        self.scorer.by_own_routes([NOTHING], self.scorer.flatten([NOTHING]))
+        self.scorer.by_own_routes([NOTHING], self.scorer.flatten([NOTHING]), version, self._place)
+        self._place += 1
         self.hooks.on_progress()
 
     @torch.no_grad()

@@ -94,6 +94,13 @@ def test_replay_of_a_model_without_experts_is_refused(experts: Loader) -> None:
     assert "no experts by its config.json" in refused(experts, "learner.balance=0.1", config={"num_experts": 0})
 
 
+def test_a_comparison_of_routes_goes_with_no_dropout(experts: Loader) -> None:
+    keys = BF16, "learner.routes_compare_every=10", "lora.rank=4"
+    assert "has no dropout" in refused(experts, *keys, "lora.dropout=0.1")
+    assert experts("", *keys).learner.routes_compare_every == 10
+    assert experts("", BF16, "lora.dropout=0.1", "lora.rank=4").lora.dropout == 0.1
+
+
 def test_replay_is_refused_with_engines_that_cannot_say(experts: Loader) -> None:
     assert 'openai does not say which experts it chose; routes = "own"' in refused(experts, REPLAY, *ENDPOINT)
 

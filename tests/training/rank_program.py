@@ -86,8 +86,9 @@ def micro_batches(step: int, with_routes: bool = False) -> list[tuple[list[Sampl
     """One to five, of uneven lengths."""
     random, count = np.random.default_rng(step), 1 + step % 5
     samples = [sample(random, uid) for uid in range(7)]
-    if with_routes:
+    if with_routes:  # as the weights of this step drew them
         samples = [routed(np.random.default_rng(one.uid), one) for one in samples]
+        samples = [replace(one, policy_versions=np.full_like(one.policy_versions, step)) for one in samples]
     worth = random.normal(size=7).tolist()
     return [(samples[i::count], worth[i::count]) for i in range(count)]
 
@@ -103,13 +104,14 @@ def train(trainer: Trainer, rank: int, world: int, steps: int, joined: int = 1) 
     `joined`: ranks whose micro-batches this one computes as one: the balance of experts is over the rows of all."""
     shares = []
     for step in range(steps):
-        parts = rounds(micro_batches(step, trainer.settings.routing is not None), joined)
+        version = None if trainer.settings.routing is None else step
+        parts = rounds(micro_batches(step, version is not None), joined)
         for start in range(0, len(parts), world):
             if start + rank < len(parts):
                 samples, worth = parts[start + rank]
-                trainer.micro_batch(samples, Advantages(worth), None)
+                trainer.micro_batch(samples, Advantages(worth), version)
             else:
-                trainer.idle()
+                trainer.idle(version)
         shares.append(trainer.update(RATE))
     return shares
 
@@ -160,6 +162,7 @@ def result(trainer: Trainer, shares: list[RankStats]) -> dict[str, Any]:
         "way": trainer.forward.name, "losses": [share.sums for share in shares],
         "norms": [one.grad_norm for one in stats],
         "tokens": [one.tokens for one in stats], "routes": [share.routes for share in shares],
+        "compared": [share.compared for share in shares],
         "weights": {name: sharded.gathered(tensor).numpy() for name, tensor in trainer.trained_tensors().items()},
     }
 

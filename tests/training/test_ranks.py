@@ -64,7 +64,8 @@ def of_all(folder: Path, family: str, world: int) -> dict[str, Any]:
     return {
         "way": actual[0]["way"], "losses": sums, "norms": actual[0]["norms"], "tokens": tokens,
         "weights": dict(np.load(folder / f"{family}.npz")), "bytes": [one["bytes"] for one in actual],
-        "routes": [added_up(of_ranks) for of_ranks in zip(*(one["routes"] for one in counted), strict=True)],
+        **{name: [added_up(of_ranks) for of_ranks in zip(*(one[name] for one in counted), strict=True)]
+           for name in ("routes", "compared")},
     }
 
 
@@ -73,6 +74,8 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     np.testing.assert_allclose(found["losses"], np.array(expected["losses"]), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-5)
     np.testing.assert_array_equal(found["routes"], expected["routes"])
+    for ours, theirs in zip(found["compared"], expected["compared"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     assert found["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():  # Adam makes a step of what rounding left of a gradient near 0
         np.testing.assert_allclose(found["weights"][name], weight, atol=5e-5, err_msg=name)
@@ -136,6 +139,7 @@ def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -
             assert_nearly_equal(actual, expected)
         else:
             assert_equal(actual, expected)
+        assert any(expected["compared"]) == (kind == "routes"), "what ranks and one rank compare is not empty"
         if kind in ("", "again", "bfloat16"):
             assert_as_check_says(folder, family, layout, actual["bytes"])
         if not kind.startswith("lora") and layout == Layout(world):

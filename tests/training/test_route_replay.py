@@ -34,6 +34,7 @@ from busrl.training.forward import (
 from busrl.training.model import Adapter, LoraSettings, load
 from busrl.training.packing import plan_of
 from busrl.training.scorer import Advantages
+from busrl.training.scorer import drawn as drawn_by_lot
 from busrl.training.settings import TrainerSettings
 from busrl.training.step_stats import ROUTES
 from busrl.training.trainer import Trainer
@@ -239,7 +240,9 @@ def test_every_so_many_micro_batches_are_compared_with_the_learners_own_routes()
     replayed, own = (trainers[0].score(some) for some in (given, without(given)))
     parts = cut(given, 30, together=True)
     assert len(parts) > 2
-    expected = [[], [at for part in parts for at in part], [at for part in parts[1::2] for at in part]]
+    some = [part for place, part in enumerate(parts) if drawn_by_lot(0, place, 2)]
+    assert some and len(some) < len(parts)
+    expected = [[], [at for part in parts for at in part], [at for part in some for at in part]]
     weights = []
     for trainer, chosen in zip(trainers, expected):
         trainer.accumulate(given, [1.0, -1.0, 0.5] * 3, version=0)
@@ -255,6 +258,22 @@ def test_every_so_many_micro_batches_are_compared_with_the_learners_own_routes()
     whole.accumulate(given, [1.0] * 9, version=1)  # which drew none of these tokens
     assert "mismatch_own" not in whole.step(1e-3).route_figures()
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+
+
+def test_micro_batches_are_compared_at_any_place_of_a_step() -> None:
+    """Also where the steps have as many as the lot, and where only the first of two updates is of a version."""
+    for every in (2, 3, 10):
+        chosen = {(version, place) for version in range(300) for place in range(every)
+                  if drawn_by_lot(version, place, every)}
+        for place in range(every):
+            assert 0.4 < sum(at == place for _, at in chosen) * every / 300 < 1.8
+
+
+def test_weights_without_a_version_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(model_of(), TrainerSettings(routing=ROUTING, routes_compare_every=1))
+    monkeypatch.setattr(trainer.forward, "by_itself", lambda: pytest.fail("a forward for nothing"))
+    trainer.accumulate(samples(), [1.0] * 9, version=None)
+    assert "mismatch_own" not in trainer.step(1e-3).route_figures()
 
 
 def test_a_run_without_routes_has_no_figures_of_them() -> None:
