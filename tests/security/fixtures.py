@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import Forked
 
 from busrl import curve
 from busrl.bus import tcp_pair
@@ -57,8 +58,9 @@ class Broker:
         self.process: subprocess.Popen[str] | None = None
 
     def spawn(self, *before: str) -> subprocess.Popen[str]:
-        command = [*before, sys.executable, "-c", SERVE, str(self.directory), self.endpoint, str(self.keys or "")]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = ["-c", SERVE, str(self.directory), self.endpoint, str(self.keys or "")]
+        program, made = ([*before, sys.executable], subprocess.Popen) if before else (["python"], Forked)
+        return made([*program, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def start(self, *before: str) -> Broker:
         with self.heard:  # between the two the listener of a broker before could note its end
