@@ -13,7 +13,7 @@ from chat_folders import make
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from busrl.data import chat
+from busrl.data import library
 from busrl.engines.tokens import tokens_of
 from busrl.preflight import prompt_tokens as prompts_module
 from busrl.preflight.explain import report
@@ -205,7 +205,7 @@ def test_without_transformers_the_files_tokenizer_counts_and_check_says_so(
     (here / "model").rename(here / "old")
     (here / "model").symlink_to(bpe_folder)
     (here / "train.jsonl").write_text(json.dumps({"prompt": LONG, "answer": "1"}) + "\n")
-    monkeypatch.setattr(chat, "library_tokenizer", lambda folder: "")
+    monkeypatch.setattr(library, "library_tokenizer", lambda folder: "")
     topology = loaded("[generation]\nmax_new_tokens = 8\n")
     assert topology.max_prompt_tokens == with_margin(by_file_alone(bpe_folder, LONG))
     text = "by tokenizer.json, for transformers cannot be asked here: an engine counts again when it starts"
