@@ -147,9 +147,10 @@ class MeasuredSet:
 
 
 class RoundPin:
-    """The pin of the published version for a round: with `keepers`, the rollouts that only validate, once they all have
-    the version that was the newest when the round became due, or a later one. They are waited for `ready_s`; then the
-    round begins with what they have, so that each answers with one version."""
+    """The pin of the published version for a round. What is waited for before, each `ready_s` at most: a version that
+    a learner kept back for the round before, which rounds in a row would keep back for ever; and with `keepers`, the
+    rollouts that only validate, that they all have the version that was the newest when the round became due, or a
+    later one, so that each answers with one version."""
 
     def __init__(self, ring: Ring, keepers: set[str], ready_s: float, warn: Callable[[str], None]) -> None:
         self._ring, self._keepers, self._ready_s, self._warn = ring, keepers, ready_s, warn
@@ -157,11 +158,14 @@ class RoundPin:
 
     def take(self, now: float) -> bool:
         """Pin the version; False while the round has to wait."""
-        if not self._keepers:
-            version_pin.pin(self._ring)
-            return True
         self._wanted = self._wanted or (self._ring.header(HeaderWord.VERSION), now)
         version, since = self._wanted
+        if not self._keepers:
+            if now <= since + self._ready_s and version_pin.keeps_back(self._ring):
+                return False
+            self._wanted = None
+            version_pin.pin(self._ring)
+            return True
         if self._ready_at(version) and version_pin.pin(self._ring) and self._ready_at(version):
             self._wanted = None
             return True
@@ -236,10 +240,10 @@ class Validator(Actor):
         if self.round is None:
             self._maybe_start()
             return False
-        collected = self._collect()
+        ended = self._collect()
         for ring in self.other_rings:  # where the version of another model may be held: results come
-            ring.add(samples=collected)
-        moved = self._dispatch_some() + collected
+            ring.add(samples=ended)
+        moved = self._dispatch_some() + ended
         if self._is_over():
             self._finish()
         return bool(moved)
@@ -386,6 +390,8 @@ class Validator(Actor):
         return bool(done)
 
     def _collect(self) -> int:
+        """Log what was judged; the number of samples that ended. One that could not be written has not."""
+        ended = 0
         claims = self.ring.take(State.REWARDED, State.TRAINING, cls=SampleClass.VALIDATE, limit=256)
         for slot, word in claims:
             line = self.ring.line(slot)
@@ -395,14 +401,16 @@ class Validator(Actor):
                 uid = int(line["uid"])
                 self.warn("validator", f"sample {shown_uid(uid)} is dropped: {problem}", kind="unreadable", uids=[uid])
                 self.ring.drop(slot, word, Fate.MALFORMED)
+                ended += 1
                 continue
             results = self._set_of(result.uid)[0].results
             is_logged = result.uid in results or result.round != self.round
             if is_logged or self._append(result, results):
                 self.ring.finish(slot, word, Fate.VALIDATED)
+                ended += 1
             else:
                 self.ring.release(slot, word, State.REWARDED)  # not written: a successor writes it
-        return len(claims)
+        return ended
 
     def result_of(self, slot: int, word: int, line: np.void) -> Result:
         """The result of a judged answer, from its slot; one of `UNREADABLE` where the answer breaks a rule."""

@@ -13,6 +13,7 @@ from busrl.ring import Process, Ring
 from busrl.states import HeaderWord
 
 INDEX_BITS = 16
+HELD = "held by validation"  # what a learner shows while it keeps a version back
 
 
 def token(ring: Ring) -> int:
@@ -48,6 +49,11 @@ def is_stale(ring: Ring, seen: int) -> bool:
     """True if the life of the process that this word names is over."""
     lives = {entry.epoch << INDEX_BITS | entry.index for entry in ring.processes()}
     return seen not in lives or ring.is_dead(_index(seen))
+
+
+def keeps_back(ring: Ring) -> bool:
+    """True while a learner shows that it keeps a version back for a hold."""
+    return any(entry.activity == HELD for entry in ring.processes())
 
 
 def name_of(ring: Ring, seen: int) -> str:

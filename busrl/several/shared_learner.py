@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from busrl.bus import Endpoint
+from busrl.roles import version_pin
 from busrl.roles.learner.loop import Learner, import_all
 from busrl.roles.learner.models import Read
-from busrl.roles.learner.publish import HELD
 from busrl.several.together import Part, Together
 from busrl.states import HeaderWord
 from busrl.topology import Topology
@@ -54,18 +54,15 @@ class ModelLearner(Part, Learner):
         if not self.kept_back:
             return super().work()
         self._attend()
-        if self.publisher.is_held:
-            self.shown.usually(HELD)
-            return False
-        self.shown.usually("")
         self._publish()
-        return True
+        self.shown.usually(version_pin.HELD if self.kept_back else "")
+        return not self.kept_back
 
-    def _publish(self) -> float:
+    def _publish(self, wait: bool = False) -> float:
         """Make the present weights the next version. While a round of validation holds the one before, for which a
-        learner of one model waits here, keep them back."""
-        self.kept_back = self.publisher.is_held
-        return 0.0 if self.kept_back else super()._publish()
+        learner of one model waits here, keep them back: one look decides, and nothing waits."""
+        self.kept_back = self.publisher.still_held()
+        return 0.0 if self.kept_back else super()._publish(wait)
 
     def _finish(self) -> None:
         if self.ring.header(HeaderWord.UNPUBLISHED_GROUPS):

@@ -257,6 +257,26 @@ def test_a_round_of_which_a_part_was_judged_says_so_and_stands(
     assert any("1 of 3 samples" in said for said in role.heard if isinstance(said, str))
 
 
+def test_a_result_that_cannot_be_written_does_not_prolong_a_hold(
+    ring: Ring, living: Callable[[], Validator], tmp_path: Path
+) -> None:
+    role, told = living(), list[int]()
+    written, role.write_or_wait = role.write_or_wait, lambda what, write: False
+    other: Any = SimpleNamespace(add=lambda samples: told.append(samples))
+    role.other_rings = [other]
+    rounds = iter(range(100))
+
+    def work() -> bool:
+        if next(rounds) == 9:
+            assert not any(told), "the disk is full"
+            role.write_or_wait = written
+        return Validator.work(role)
+
+    role.work = work
+    play(role, ring, lambda place: 1.0)
+    assert sum(told) == 3
+
+
 @pytest.mark.parametrize(
     ("begun_at", "fate", "written", "late"),
     [

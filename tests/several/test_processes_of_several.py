@@ -22,12 +22,14 @@ from busrl.launcher.rundir import OpenRun
 from busrl.launcher.summary import EventLog, Journal
 from busrl.launcher.supervisor import Child, Exit
 from busrl.protocol import messages as m
+from busrl.roles import version_pin
 from busrl.roles.__main__ import maker
 from busrl.roles.actor import Actor, Parts
 from busrl.roles.bus import Bus
 from busrl.roles.learner import publish
 from busrl.roles.process import RoleLock
 from busrl.roles.rollout import Rollout
+from busrl.roles.validator import RoundPin
 from busrl.several.shared_learner import ModelLearner, SharedLearner
 from busrl.states import HeaderWord, RunPhase
 from busrl.topology import Topology
@@ -144,27 +146,88 @@ def test_a_held_version_keeps_no_other_model_from_its_next(shared: OpenRun) -> N
     process.teardown()
 
 
+def hold_of(run: OpenRun, now: list[float], told: list[str], monkeypatch: pytest.MonkeyPatch) -> publish.Hold:
+    """The hold of a model's version as its learner sees it, at the time `now`; `told`: what it warns of."""
+    monkeypatch.setattr("busrl.roles.learner.publish.time.monotonic", lambda: now[0])
+    topology = SimpleNamespace(dedicated=False, limits=SimpleNamespace(work_s=10.0))
+    learner: Any = SimpleNamespace(
+        ring=run.ring, topology=topology, shown=SimpleNamespace(progress=lambda: None),
+        warn=lambda _, text: told.append(text))
+    return publish.Hold(learner)
+
+
 def test_results_in_the_ring_of_another_model_keep_a_version_held(
     shared: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge, now, told = shared.every[1], [0.0], list[str]()
-    monkeypatch.setattr(publish.time, "monotonic", lambda: now[0])
-    topology = SimpleNamespace(dedicated=False, limits=SimpleNamespace(work_s=10.0))
-    learner: Any = SimpleNamespace(
-        ring=judge.ring, topology=topology, shown=SimpleNamespace(progress=lambda: None),
-        warn=lambda _, text: told.append(text))
-    pinned = publish.Pinned(learner)
-    assert not pinned.lasts()
+    hold = hold_of(judge, now, told, monkeypatch)
+    assert not hold.lasts()
     with held(judge.paths) as validator:
         for _ in range(5):
-            assert pinned.lasts() and not told
+            assert hold.lasts() and not told
             now[0] += 11.0
             validator.add(samples=1)
-        assert pinned.lasts()
+        assert hold.lasts()
         now[0] += 11.0
-        assert not pinned.lasts() and "had no result for 10 s; publishing without it" in told[0]
+        assert not hold.lasts() and "had no result for 10 s; publishing without it" in told[0]
         validator.add(samples=1)
-        assert pinned.lasts() and len(told) == 1
+        assert hold.lasts() and len(told) == 1
+
+
+def test_a_hold_that_was_released_counts_no_more(shared: OpenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one of the same validator, with as many results, has its own time."""
+    judge, now, told = shared.every[1], [0.0], list[str]()
+    hold = hold_of(judge, now, told, monkeypatch)
+    with held(judge.paths) as ring:
+        assert hold.lasts()
+        version_pin.unpin(ring)
+        assert not hold.lasts()
+        now[0] += 1000.0
+        assert version_pin.pin(ring) and hold.lasts() and not told
+
+
+def test_a_round_that_begins_behind_the_look_is_not_waited_for(
+    shared: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    process, judge = learner_of(shared), shared.every[1]
+    member: Any = process.members[1]
+    monkeypatch.setattr(member.publisher, "still_held", lambda: False)
+    monkeypatch.setattr(publish.Hold, "lasts", lambda hold: pytest.fail("a second look, which may wait"))
+    judge.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 1000)
+    with held(judge.paths):
+        works_until(process, lambda: versions(shared)[1] == 1)
+    process.teardown()
+
+
+def test_a_learner_that_starts_under_a_hold_keeps_its_version_back(shared: OpenRun) -> None:
+    pytest.importorskip("peft")
+    judge = shared.every[1]
+    judge.ring.set_header(HeaderWord.VERSION, 4)  # of a learner that was killed
+    judge.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 7)
+    with held(judge.paths):
+        process = learner_of(shared)
+        for _ in range(5):
+            process.work()
+        assert versions(shared)[1] == 4 and judge.ring.header(HeaderWord.UNPUBLISHED_GROUPS) == 7
+    works_until(process, lambda: versions(shared)[1] == 5)
+    assert judge.ring.header(HeaderWord.UNPUBLISHED_GROUPS) == 0
+    process.teardown()
+
+
+def test_the_next_round_begins_once_a_kept_back_version_is_out(shared: OpenRun) -> None:
+    pytest.importorskip("peft")
+    process, judge, late = learner_of(shared), shared.every[1], list[str]()
+    judge.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 1000)
+    with held(judge.paths) as ring:
+        works_until(process, lambda: version_pin.keeps_back(judge.ring))
+        pin = RoundPin(ring, set(), 60.0, late.append)
+        pin.release()
+        assert not pin.take(0.0) and not pin.take(60.0), "though nobody holds the version now"
+        works_until(process, lambda: versions(shared)[1] == 1)
+        assert pin.take(60.0) and version_pin.pinned_by(ring) and not late
+        pin.release()
+    process.teardown()
 
 
 def test_a_model_ends_with_its_last_version_though_it_is_held(shared: OpenRun) -> None:

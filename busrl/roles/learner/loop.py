@@ -162,8 +162,8 @@ class Learner(Actor):
                 self._publish()
             else:
                 self.publisher.start_fresh(self.training.weights)
+                self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 0)
         self.begun_at = self.history.step
-        self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 0)
         self.ring.set_header(HeaderWord.STEP, self.history.step)
         pause = self.ring.header(HeaderWord.GENERATION_PAUSE)
         if pause & PAUSE_STARTING:  # afterwards the word is launch's
@@ -397,9 +397,9 @@ class Learner(Actor):
         with self.history.blames():
             return self.training.train(record.samples, len(groups), self.publisher.present(self.history.step))
 
-    def _publish(self) -> float:
-        """Make the present weights the next version. Returns the seconds it took."""
-        seconds = self.publisher.publish(self.history.step, self.training.weights())
+    def _publish(self, wait: bool = True) -> float:
+        """Make the present weights the next version. Returns the seconds it took; `wait`: see `Publisher.publish`."""
+        seconds = self.publisher.publish(self.history.step, self.training.weights(), wait)
         if (version := self.publisher.present(self.history.step)) is not None:
             self.observers.published(version)
         return seconds

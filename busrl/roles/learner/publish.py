@@ -38,11 +38,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("busrl")
 Views = dict[str, torch.Tensor]
 GROUPS_KEPT = 256
-PIN_LOOK_S = 0.01
-HELD = "held by validation"
+HOLD_LOOK_S = 0.01
 
 
-class Pinned:
+class Hold:
     """The hold of a validation round on the version: it lasts while results come. A holder that had none for
     `limits.work_s` is named, and waited for no longer. Rollouts that only validate keep their version by themselves."""
 
@@ -55,6 +54,7 @@ class Pinned:
         ring, now = self._actor.ring, time.monotonic()
         holder = 0 if self._actor.topology.dedicated else version_pin.pinned_by(ring)
         if not holder:
+            self._seen = (0, 0)  # the next hold is another, also one of the same holder
             return False
         self.claimed = ring.transitions(State.TRAINING)  # only the holder claims meanwhile
         collected = self.claimed + version_pin.results_of(ring, holder)
@@ -80,16 +80,17 @@ class Publisher:
         callbacks = GroupCallbacks(self._groups.append, lambda name, text: self._missing.append((name, text)))
         self.sender = make_sender(TransportSettings.of(actor.topology, actor.paths), callbacks, write)
         self.sender.hook = lambda _: actor.shown.progress()
-        self._work_s, self._pinned = actor.topology.limits.work_s, Pinned(actor)
+        self._work_s, self._hold = actor.topology.limits.work_s, Hold(actor)
         self.version = max(highest, self.ring.header(HeaderWord.VERSION))
         # `experiments.forced_age` = k: the weights of k steps ago are published.
         late = actor.topology.experiments.forced_age
         self._late: deque[tuple[int, dict[str, Tensor]]] | None = deque(maxlen=late + 1) if late else None
 
-    def publish(self, step: int, weights: Mapping[str, Tensor]) -> float:
-        """Make `weights` of `step` the next version. Returns the seconds it took, without the wait for a validator."""
-        if not self.sender.engines_paused:  # `fence` has waited already, and keeps the engine paused
-            self._wait_for_pin()
+    def publish(self, step: int, weights: Mapping[str, Tensor], wait: bool = True) -> float:
+        """Make `weights` of `step` the next version. Returns the seconds it took, without the wait for a validator;
+        `wait` False: the caller has looked (`still_held`), and a round that began since is not waited for."""
+        if wait and not self.sender.engines_paused:  # `fence` has waited already, and keeps the engine paused
+            self._wait_while_held()
         begun = time.monotonic()
         if self._late is not None:
             self._late.append((step, _copies(weights)))
@@ -98,7 +99,7 @@ class Publisher:
         with self.actor.activity("publish", self._work_s):
             if not self.actor.write_or_wait("publication", lambda: self.sender.publish(version, step, tensors)):
                 return time.monotonic() - begun
-        self.version, self._pinned = version, Pinned(self.actor)
+        self.version, self._hold = version, Hold(self.actor)
         # The step first: a reader of the new version finds a step that is at least as new. (A reader that counts ages
         # also reads the step first: in between it takes a version for older than it is, never for newer.)
         self.ring.set_header(HeaderWord.VERSION_STEP, step)
@@ -122,13 +123,13 @@ class Publisher:
 
     def fence(self, step: int) -> None:
         """Pause the engine before its weights are changed to those of `step`, until they are published."""
-        self._wait_for_pin()
+        self._wait_while_held()
         self.sender.pause_engines(self.next_version(), step)
 
-    @property
-    def is_held(self) -> bool:
-        """True while a round of validation holds the version; not once `fence` has paused the engine."""
-        return not self.sender.engines_paused and self._pinned.lasts()
+    def still_held(self) -> bool:
+        """Look whether a round of validation holds the version; never once `fence` has paused the engine. Names the
+        holder of a hold that is over although it was not released."""
+        return not self.sender.engines_paused and self._hold.lasts()
 
     def announce(self) -> None:
         """Report on the bus which engines were left out and which groups were formed since the last call."""
@@ -149,13 +150,13 @@ class Publisher:
         if self._late is not None:
             self._late.append((0, _copies(weights())))
 
-    def _wait_for_pin(self) -> None:
+    def _wait_while_held(self) -> None:
         """Wait for a validation round to finish on its version."""
-        if not self._pinned.lasts():
+        if not self._hold.lasts():
             return
-        with self.actor.activity(HELD, self._work_s + 30):
-            while self._pinned.lasts() and not self.actor.stopping:
-                self.ring.wait(State.TRAINING, self._pinned.claimed, PIN_LOOK_S)
+        with self.actor.activity(version_pin.HELD, self._work_s + 30):
+            while self._hold.lasts() and not self.actor.stopping:
+                self.ring.wait(State.TRAINING, self._hold.claimed, HOLD_LOOK_S)
 
 
 def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
