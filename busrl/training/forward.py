@@ -45,7 +45,7 @@ class Replay(Protocol):
     def use_rows(self, sample: Sample, begin: int, end: int, device: torch.device) -> None:
         """Let the next forward, which computes these rows of a sample of one piece alone, take their routes."""
 
-    def loss(self, share: Tensor | None, summed: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def loss(self, share: Tensor | None, summed: Callable[[Tensor], Tensor] | None = None) -> Tensor | None:
         """Give what the balance loss adds to the last forward, the losses of whose tokens add up to `share` if each is
         1; None where there is no such loss, or no `share`. `summed`: over all ranks that compute now."""
 

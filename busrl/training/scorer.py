@@ -183,7 +183,10 @@ class Scorer:
         """Give what the balance loss adds to a micro-batch, the losses of whose tokens add up to `share` if each is 1;
         None of a rank without work. A collective of the ranks that the parameters are spread over."""
         replay = self.forward.replay
-        return None if replay is None else replay.loss(share, partial(sharded.summed, parameters=parameters))
+        if replay is None:
+            return None
+        spread = sharded.any_spread(parameters)  # alone the sum would only round
+        return replay.loss(share, partial(sharded.summed, parameters=parameters) if spread else None)
 
     @torch.no_grad()
     def by_own_routes(

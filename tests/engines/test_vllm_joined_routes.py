@@ -167,13 +167,13 @@ def files(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_files_of_a_vllm_say_whether_it_can_give_routes(files: Any) -> None:
-    assert routes_fault("cuda", "auto", {}) == routes_fault("cpu", "auto", {}) == ""
+    assert routes_fault("cuda", "auto", {}) == routes_fault("cpu", "auto", {}) == ("", "")
     (files / "outputs.py").write_text("class CompletionOutput")
     assert "vllm 0.30.0 does not say which experts it chose: its outputs.py has no routed_experts" in routes_fault(
-        "cuda", "auto", {})
-    assert routes_fault("cpu", "auto", {}) == ""
+        "cuda", "auto", {})[0]
+    assert routes_fault("cpu", "auto", {}) == ("", "")
     (files / "model_executor/layers/fused_moe/router/base_router.py").unlink()
-    assert "base_router.py has no set_capture_fn" in routes_fault("cpu", "auto", {})
+    assert "base_router.py has no set_capture_fn" in routes_fault("cpu", "auto", {})[0]
 
 
 @pytest.mark.parametrize(("device", "eager", "extra", "said"), [
@@ -196,8 +196,8 @@ def test_the_files_of_a_vllm_say_whether_it_can_give_routes(files: Any) -> None:
 def test_arguments_with_which_no_routes_come_are_named(
     files: Any, device: str, eager: str, extra: dict[str, str], said: str
 ) -> None:
-    why = routes_fault(device, eager, extra)
-    assert said in why and bool(why) == bool(said)
+    why, argument = routes_fault(device, eager, extra)
+    assert said in why and bool(why) == bool(said) and (argument in extra) == bool(said and extra)
 
 
 @pytest.mark.parametrize("wrong", [256, -256])
@@ -217,4 +217,4 @@ def test_ids_that_no_byte_holds_give_no_rows(wrong: int, caplog: pytest.LogCaptu
 
 def test_another_python_answers_for_its_own_vllm(files: Any) -> None:
     assert routes_fault("cpu", "off", {}, sys.executable) == routes_fault("cpu", "off", {})
-    assert routes_fault("cpu", "off", {}, "/nowhere/python") == ""
+    assert routes_fault("cpu", "off", {}, "/nowhere/python") == ("", "")

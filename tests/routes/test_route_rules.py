@@ -183,6 +183,9 @@ def test_a_vllm_that_cannot_say_is_refused_and_left_out_by_auto(
     assert experts("", *vllm).derived.routing == SHAPE
     said = refused(experts, *vllm, REPLAY, compiled)
     assert 'cannot be noted with vllm.enforce_eager = "off"; routes = "own"' in said
+    with pytest.raises(TopologyError) as caught:  # an argument whose name is a word of the rule is not blamed
+        experts("[vllm.extra]\nroutes = 1\n", *vllm, REPLAY, compiled)
+    assert 'routes = "own"' in [problem.remedy for problem in caught.value.problems]
     left_out = experts("", *vllm, compiled)
     assert left_out.derived.routing is None
     assert [line for line in left_out.derived.explain if "the learner chooses its own: routes of a vLLM on" in line]

@@ -297,22 +297,25 @@ def test_the_base_of_an_adapter_routes_by_itself() -> None:
 def test_balance_is_the_loss_that_transformers_defines() -> None:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-    model, bare = model_of(), samples(1, 1, routed=False)
+    model, bare = model_of(), samples(2, 3, routed=False)
     trainer = Trainer(model, TrainerSettings(balance=0.5))
     logits: list[Tensor] = []
     routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
     hooks = [router.register_forward_hook(lambda _, __, out: logits.append(out[0])) for router in routers]
-    trainer.accumulate(bare, [1.0])
+    trainer.accumulate(bare, [1.0] * 6)
     for hook in hooks:
         hook.remove()
     assert trainer.forward.replay is not None
-    loss = trainer.forward.replay.loss(torch.tensor(1.0), lambda values: values)
+    loss, own = trainer.forward.replay.loss(torch.tensor(1.0)), [torch.softmax(rows, -1) for rows in logits]
     assert loss is not None
+    used = torch.stack([rows.topk(2)[1].flatten().bincount(minlength=8) / len(rows) for rows in own]).mean(0)
+    exactly = 0.5 * 8 * (used * torch.stack([rows.mean(0) for rows in own]).mean(0)).sum()
+    assert torch.equal(loss, exactly), "a rank alone rounds nothing more"
     wanted = load_balancing_loss_func(tuple(logits), 8, 2)
     assert float(loss.detach()) == pytest.approx(0.5 * float(wanted.detach()), rel=1e-5)
     with_balance = {name: p.grad.clone() for name, p in model.named_parameters() if "gate.weight" in name}
     other = Trainer(model_of(), TrainerSettings())
-    other.accumulate(bare, [1.0])
+    other.accumulate(bare, [1.0] * 6)
     slopes = {name: p.grad for name, p in other.model.named_parameters() if "gate.weight" in name}
     assert all(not torch.allclose(with_balance[name], slope) for name, slope in slopes.items())
 
