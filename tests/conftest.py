@@ -6,13 +6,18 @@ are new in each run (HYPOTHESIS_PROFILE=explore), and what they find becomes an 
 
 Signals mean what they mean on a terminal, also where the suite runs in the background of a script: a shell starts such
 programs with SIGINT ignored, `nohup` with SIGHUP, and all that a test starts would inherit it.
+
+What busrl keeps in a user's cache it keeps here in one of the tests, `busrl-tests` in that cache: models that were made
+stay from session to session, answers about tokenizers do not, so that each session asks for them.
 """
 
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import sys
+from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # In the processes that a test starts; those of pytest's own are in pyproject.toml. A rank whose output of a wrapped
@@ -30,12 +35,34 @@ with contextlib.suppress(ImportError):  # the environment of vLLM has no hypothe
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 from collections.abc import Callable, Generator
-from pathlib import Path
 
 import pytest
 
 from busrl.system.imports import uncollected
 
+OWN_CACHE = "busrl-tests"
+
+
+def use_own_cache() -> None:
+    """Give all processes of this session the cache of the tests. Models that the user has made, and caches of other
+    programs, are linked there, as making them takes minutes."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if users.name == OWN_CACHE:  # a worker of a session, which has it
+        return
+    own = users / OWN_CACHE
+    (own / "busrl").mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(own / "busrl" / "tokenizers", ignore_errors=True)
+    others = [path for path in users.iterdir() if path.is_dir() and path.name not in ("busrl", OWN_CACHE)]
+    for path in (*others, *(path for path in (users / "busrl").glob("[!.]*-*") if path.is_dir())):
+        link = own / path.relative_to(users)
+        if link.is_symlink() and not link.exists():  # the user has removed it
+            link.unlink(missing_ok=True)
+        with contextlib.suppress(FileExistsError):
+            link.symlink_to(path)
+    os.environ["XDG_CACHE_HOME"] = str(own)
+
+
+use_own_cache()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

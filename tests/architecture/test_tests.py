@@ -10,6 +10,8 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+from busrl.system.files import user_folder
+
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent
 MOST_WORDS = 12
@@ -64,3 +66,10 @@ def test_helpers_of_several_folders_have_names_of_their_own() -> None:
     names = [stem for stem in stems if not stem.startswith(("test_", "conftest", "__init__"))]
     programs = {path.stem for path in (TESTS.parent / "tools").rglob("*.py")}
     assert not {name for name in names if names.count(name) > 1 or name in programs}
+
+
+def test_tests_use_a_cache_of_their_own() -> None:
+    """What the user's busrl has kept, damaged or old, decides no test."""
+    own = user_folder("XDG_CACHE_HOME", ".cache")
+    assert own.name == "busrl-tests" and not (own / "busrl").is_symlink()
+    assert not (own / "busrl" / "tokenizers").is_symlink()
