@@ -25,25 +25,29 @@ from busrl.paths import RunPaths
 from busrl.system.imports import uncollected
 
 
-def main() -> tuple[int, str]:
-    """Run the process; its exit code, and why it ended where that is an error."""
+def asked_for() -> tuple[str, str]:
+    """The run directory and the name of the process, of the command line; ends with the rule that it breaks."""
     parser = argparse.ArgumentParser(prog="python -m busrl.roles", description=__doc__.split("\n")[0])
     parser.add_argument("run_dir")
     parser.add_argument("name", help="process name, such as scheduler or rollout/0")
     options = parser.parse_args()
-    role = options.name.partition("/")[0]
-    if role not in ROLES:
+    if (role := options.name.partition("/")[0]) not in ROLES:
         parser.error(f"no role {role!r} in busrl; a name begins with one of: {', '.join(ROLES)}")
-    paths = RunPaths.of(options.run_dir)
-    if not paths.topology.is_file():
+    if not (paths := RunPaths.of(options.run_dir)).topology.is_file():
         parser.error(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
+    return options.run_dir, options.name
+
+
+def main() -> tuple[int, str]:
+    """Run the process; its exit code, and why it ended where that is an error."""
+    run_dir, name = asked_for()
     try:
         with uncollected():
-            made_by = maker(role, paths, options.name)
+            made_by = maker(name.partition("/")[0], RunPaths.of(run_dir), name)
         gc.freeze()  # modules stay: no look for cycles among them while a model is loaded, either
-        code: int = made_by(options.run_dir, options.name).main()
+        code: int = made_by(run_dir, name).main()
     except BusrlError as problem:
-        print(f"{options.name}: {problem}", file=sys.stderr, flush=True)
+        print(f"{name}: {problem}", file=sys.stderr, flush=True)
         return process_code(problem), cause(problem)
     except ImportError as problem:
         traceback.print_exc()
