@@ -255,8 +255,9 @@ class Replay:
         if summed is None:
             return self.balance * self.routing.experts * (tokens * probability).sum() * share
         every = summed(torch.cat([tokens * rows, tokens.new_tensor([rows]), share.to(tokens).reshape(1)]))
-        used, of_here = every[:-2] / every[-2], rows / every[-2]
-        return self.balance * self.routing.experts * (used * probability).sum() * of_here * every[-1]
+        rows_by_expert, all_rows, all_shares = every[:-2], every[-2], every[-1]
+        used, of_here = rows_by_expert / all_rows, rows / all_rows
+        return self.balance * self.routing.experts * (used * probability).sum() * of_here * all_shares
 
     # -- counts -----
 
