@@ -321,7 +321,7 @@ class Leader(Trainer):
 
     def __init__(self, team: Team, model: Any, settings: TrainerSettings, **more: Any) -> None:
         self.team, self._planned = team, [0] * team.settings.axes.shares
-        self._cost = _quadratic(model)
+        self.quadratic = _quadratic(model)
         super().__init__(model, settings, **more)
 
     def _clear(self) -> None:
@@ -330,7 +330,7 @@ class Leader(Trainer):
 
     def _rounds(self, samples: Sequence[Sample]) -> list[Round]:
         lengths = [sample.length for sample in samples]
-        return rounds_of(lengths, self.team.settings.axes.shares, self.settings.micro_batch_tokens, self._cost)
+        return rounds_of(lengths, self.team.settings.axes.shares, self.settings.micro_batch_tokens, self.quadratic)
 
     def accumulate(
         self, samples: Sequence[Sample], advantages: Advantages | Sequence[Worth], version: int | None = None

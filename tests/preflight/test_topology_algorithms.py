@@ -186,7 +186,7 @@ def test_teachers_that_cannot_work_are_refused(refused: Refused, text: str, rule
     assert any(rule in problem for problem in refused(text, *distill)), refused(text, *distill)
 
 
-def test_the_time_of_ranks_for_one_another_is_not_that_of_a_teacher(loaded: Loaded) -> None:
+def test_the_limit_of_collectives_says_nothing_of_a_teacher(loaded: Loaded) -> None:
     rows = '[[learner.teacher]]\nbase_url = "http://a/v1"\npatience_s = 900\n'
     keys, waits = ("learner.recipe=distill", "process.learner.ranks=2"), "learner.parallel.collective_timeout_s"
     assert loaded(rows, *keys).learner.parallel.collective_timeout_s == 120

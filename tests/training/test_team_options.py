@@ -345,7 +345,7 @@ def test_a_rank_asks_a_teacher_ahead_about_few_of_its_micro_batches(
     with serving(taught_by) as server, team_of(tmp_path, endpoint=(server.url, str(student)), **more) as team:
         trainer = team.trainer(student, TrainerSettings(**more))
         assert len(server.asked) == 2, "each rank proves its teacher at the start"
-        rounds = rounds_of([one.length for one in samples], 2, SETTINGS["micro_batch_tokens"], trainer._cost)
+        rounds = rounds_of([one.length for one in samples], 2, SETTINGS["micro_batch_tokens"], trainer.quadratic)
         first = sum(len(share) for shares in rounds[:2] for share in shares)
         assert len(rounds) > 2
         server.gate, sent, send = Gate(), list[int](), team.send
@@ -392,7 +392,7 @@ def test_a_rank_whose_teacher_fails_is_named_before_any_collective(lab: Any, tmp
     samples, more = samples_of_words(lab), {**SETTINGS, "loss": "topk_kl"}
     with serving(taught_by) as server, team_of(tmp_path, endpoint=(server.url, str(student)), **more) as team:
         trainer = team.trainer(student, TrainerSettings(**more))
-        rounds = rounds_of([one.length for one in samples], 2, SETTINGS["micro_batch_tokens"], trainer._cost)
+        rounds = rounds_of([one.length for one in samples], 2, SETTINGS["micro_batch_tokens"], trainer.quadratic)
         bad = [samples[i] for i in rounds[0][1]]
         wrong = [[*one.prompt_ids.tolist(), *one.token_ids.tolist()] for one in bad]
         server.change = lambda answer: {} if answer["choices"][0]["prompt_token_ids"] in wrong else answer
