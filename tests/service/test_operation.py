@@ -31,7 +31,7 @@ Kill = Callable[[Run, "Watching", str], None]
 
 def rows() -> list[tuple[str, str]]:
     """The table of kills on the page: a process, and what a client sees."""
-    page = (ROOT / "docs" / "service.md").read_text()
+    page = (ROOT / "docs" / "service-inside.md").read_text()
     table = re.match(r"(\|.*\|\n)+", page.partition(HEAD)[2])
     assert table is not None
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[0].splitlines()]
