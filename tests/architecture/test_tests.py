@@ -69,7 +69,7 @@ def test_helpers_of_several_folders_have_names_of_their_own() -> None:
 
 
 def test_tests_use_a_cache_of_their_own() -> None:
-    """What the user's busrl has kept, damaged or old, decides no test."""
+    """Files in the user's own cache, damaged or old, decide no test."""
     own = user_folder("XDG_CACHE_HOME", ".cache")
     assert own.name == "busrl-tests" and not (own / "busrl").is_symlink()
     assert not (own / "busrl" / "tokenizers").is_symlink()

@@ -136,7 +136,7 @@ def test_compressed_routes_of_a_host_arrive_as_they_stood_in_its_slot(away: Away
 
 @pytest.fixture
 def compressed(away: Away, monkeypatch: pytest.MonkeyPatch) -> list[g.Tensor]:
-    """What the host compresses, each piece in a second of its time."""
+    """Counts the pieces that a host compresses; each takes a second of its clock."""
     pieces: list[g.Tensor] = []
 
     def slowly(piece: g.Tensor) -> g.Tensor:

@@ -68,7 +68,7 @@ def main(rank: int, ranks: int, file: Path, collective_s: float, settings: Train
 
 
 def behind(url: str = "", folder: str = "") -> Any:
-    """What makes the teacher at an address; None without one."""
+    """A maker of the teacher at an address; None without one."""
 
     def made(read: Any, trained: Any, words: int, on_progress: Any, together: bool = False) -> Teachers:
         row = TeacherRow(base_url=url, patience_s=20.0, timeout_s=30.0)
