@@ -39,7 +39,7 @@ def busrl(
     *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout_s: float = 120.0,
     root: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """What `busrl ARGUMENTS` gives. `env`: its whole environment, else that of pytest; `root`: where its busrl lies."""
+    """Run `busrl ARGUMENTS` to its end. `env`: its whole environment, else pytest's; `root`: where its code lies."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     words = ["busrl", *map(str, arguments)]
     with Forked(words, root=root, cwd=cwd, env=env, text=True, **pipes) as child:

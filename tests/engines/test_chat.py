@@ -132,7 +132,7 @@ def asked(folder: Path, cache: Path) -> str:
 
 
 def test_a_process_without_torch_asks_another_once_for_the_engines_tokenizer(bpe_folder: Path, tmp_path: Path) -> None:
-    """What it answers is kept for later processes, and asked again where a file is another; old answers make room."""
+    """Later processes read the kept answer. A changed file is asked about anew, and old answers make room."""
     shutil.copytree(bpe_folder, folder := tmp_path / "model")
     theirs = f"{tokens_of(bpe_folder, chat=False).encode(TEXT)} []"
     answers = [asked(folder, tmp_path / "cache") for _ in range(2)]
