@@ -7,9 +7,10 @@
 
 The client claims an episode of each run, plays both as one, and ends both. The runs have the same tasks and the same
 seed, so episodes of the same number have the same task and belong together: members of one group of the judge judge
-answers to one task. It never waits long for a partner, since the other run may be ahead: then it plays an episode with
-one of another task, or alone, the judge with an answer that the client draws. Each run knows only its own episodes, so
-neither cares when the other, or the client, dies. In one run, several models are simpler (docs/several-models.md).
+answers to one task. An episode waits for its partner so long as `--patience-s` says, and is then played alone, the
+judge's with an answer that the client draws. Where the partner has ended before, it does not wait: so a run that fell
+behind catches up. Each run knows only its own episodes, so neither cares when the other, or the client, dies.
+In one run, several models are simpler (docs/several-models.md).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 RIGHT, WRONG = "|", "."  # what the judge says
-START_S, SILENT_S, PATIENCE_S = 120.0, 60.0, 2.0
+START_S, SILENT_S, PATIENCE_S = 120.0, 60.0, 10.0
 GONE = (OSError, http.client.HTTPException)  # a server that died, or was not there; errors of HTTP are OSErrors too
 DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the runs are behind no proxy
 Episode = dict[str, Any]
@@ -47,6 +48,7 @@ class Claims:
         self._about = run_dir / "serve-0.json"
         self._answered = time.monotonic()
         self.waiting: dict[int, tuple[float, Episode]] = {}
+        self.ended: set[int] = set()  # the numbers of those that have ended
 
     @property
     def over(self) -> bool:
@@ -65,7 +67,7 @@ class Claims:
             about = json.loads(self._about.read_text())
             server, key = about["base_url"].removesuffix("/v1"), Path(about["key"]).read_text()
             for episode in post(f"{server}/busrl/v1/episodes", key, {"n": most, "wait_s": 0.2}):
-                self.waiting[episode["uid"]] = (time.monotonic(), {**episode, "server": server})
+                self.waiting[episode["uid"]] = (time.monotonic(), {**episode, "server": server, "run": self})
             self._answered = time.monotonic()
         except GONE:
             time.sleep(0.2)
@@ -75,23 +77,25 @@ class Claims:
         self.waiting = {uid: (since, one) for uid, (since, one) in self.waiting.items()
                         if since > gone.get(one["server"], 0.0)}
 
-    def take(self, uid: int | None) -> Episode | None:
-        """The episode of that number; None for no number, or if it is not here."""
-        return self.waiting.pop(uid, (0.0, None))[1] if uid is not None else None
+    def take(self, uid: int) -> Episode:
+        return self.waiting.pop(uid)[1]
 
-    def oldest(self, waited_s: float = 0.0) -> int | None:
-        """The number of the one that has waited longest, if that was so long."""
-        uid = min(self.waiting, key=lambda one: self.waiting[one][0], default=None)
-        return uid if uid is not None and self.waiting[uid][0] + waited_s <= time.monotonic() else None
+    def left_alone(self, partners: Claims, patience_s: float) -> int | None:
+        """The lowest number that has waited long enough, or whose partner has ended or comes no more."""
+        late = time.monotonic() - (0.0 if partners.over else patience_s)
+        found = (uid for uid, (since, _) in self.waiting.items() if since <= late or uid in partners.ended)
+        return min(found, default=None)
 
 
-def next_pair(solver: Claims, judge: Claims) -> tuple[Episode | None, Episode | None]:
-    """Two of one number; or, of one that has waited too long, what there is."""
+def next_pair(solver: Claims, judge: Claims, patience_s: float) -> tuple[Episode | None, Episode | None]:
+    """Two of one number; or one that waits for its partner no longer."""
     if both := solver.waiting.keys() & judge.waiting.keys():
         uid = min(both)
         return solver.take(uid), judge.take(uid)
-    if solver.oldest(PATIENCE_S) is not None or judge.oldest(PATIENCE_S) is not None:
-        return solver.take(solver.oldest()), judge.take(judge.oldest())
+    if (uid := solver.left_alone(judge, patience_s)) is not None:
+        return solver.take(uid), None
+    if (uid := judge.left_alone(solver, patience_s)) is not None:
+        return None, judge.take(uid)
     return None, None
 
 
@@ -103,6 +107,8 @@ def said(episode: Episode, prompt: str) -> str:
 
 def end(episode: Episode, body: dict[str, Any]) -> None:
     post(f"{episode['server']}/busrl/v1/episodes/{episode['episode']}/end", episode["api_key"], body)
+    if not body.get("again"):
+        episode["run"].ended.add(episode["uid"])
 
 
 def play(solver: Episode | None, judge: Episode | None) -> str:
@@ -116,7 +122,7 @@ def play(solver: Episode | None, judge: Episode | None) -> str:
     if solver:
         end(solver, {"reward": float(right)})
     if solver and judge:
-        return "of one number" if solver["uid"] == judge["uid"] else "of two numbers"
+        return "of both"
     return "of the solver alone" if solver else "of the judge alone"
 
 
@@ -143,8 +149,9 @@ def main() -> None:
     parser.add_argument("solver", type=Path, help="the run directory of the solver")
     parser.add_argument("judge", type=Path, help="the run directory of the judge")
     parser.add_argument("--at-once", type=int, default=32)
+    parser.add_argument("--patience-s", type=float, default=PATIENCE_S, help="so long an episode waits for its partner")
     options = parser.parse_args()
-    runs = [Claims(options.solver), Claims(options.judge)]
+    runs = solver, judge = Claims(options.solver), Claims(options.judge)
     for claims in runs:
         claims.until_served()
     at_work, counts, gone = set(), Counter[str](), dict[str, float]()
@@ -154,7 +161,7 @@ def main() -> None:
                 claims.forget(gone)
                 if not claims.over and (room := options.at_once - len(at_work) - len(claims.waiting)) > 0:
                     claims.fetch(room)
-            while len(at_work) < options.at_once and any(pair := next_pair(*runs)):
+            while len(at_work) < options.at_once and any(pair := next_pair(solver, judge, options.patience_s)):
                 at_work.add(pool.submit(played, *pair, gone))
             for done in [one for one in at_work if one.done()]:
                 at_work.remove(done)

@@ -85,19 +85,32 @@ def test_solver_and_judge_are_each_rewarded_for_their_part(answer: str, verdict:
     assert play(both.believed, task, **seats) == float(verdict == "|")
 
 
-def test_a_client_of_two_runs_pairs_by_number_and_never_waits_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_of_two_runs_pairs_by_number_and_never_waits_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     joined = example("joined_runs")
     now = 100.0
     monkeypatch.setattr(joined, "time", type("Clock", (), {"monotonic": lambda: now, "sleep": time.sleep}))
-    solver, judge = joined.Claims(Path("solver")), joined.Claims(Path("judge"))
+    solver, judge = (joined.Claims(tmp_path / name) for name in ("solver", "judge"))
+    for name in ("solver", "judge"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "serve-0.json").touch()
     solver.waiting = {uid: (now, {"uid": uid}) for uid in (7, 3, 5)}
     judge.waiting = {uid: (now, {"uid": uid}) for uid in (5, 9, 7)}
 
     def numbers() -> list[int | None]:
-        return [one and one["uid"] for one in joined.next_pair(solver, judge)]
+        return [one and one["uid"] for one in joined.next_pair(solver, judge, 10.0)]
 
     assert [numbers() for _ in range(3)] == [[5, 5], [7, 7], [None, None]], "what belongs together first"
-    now += joined.PATIENCE_S
-    assert numbers() == [3, 9], "then what there is"
-    judge.waiting = {11: (now - joined.PATIENCE_S, {"uid": 11})}
-    assert numbers() == [None, 11] and numbers() == [None, None], "and then alone"
+    now += 10.0
+    assert [numbers() for _ in range(3)] == [[3, None], [None, 9], [None, None]], "then alone"
+    judge.waiting = {uid: (now, {"uid": uid}) for uid in (3, 4)}
+    solver.waiting = {9: (now, {"uid": 9})}
+    solver.ended, judge.ended = {3, 5, 7}, {5, 7, 9}
+    assert [numbers() for _ in range(3)] == [[9, None], [None, 3], [None, None]], "whose partner is gone: at once"
+    solver.waiting = {4: (now, {"uid": 4})}
+    assert numbers() == [4, 4], "who fell behind has caught up"
+    solver.waiting = {12: (now, {"uid": 12})}
+    assert numbers() == [None, None]
+    (tmp_path / "judge" / "serve-0.json").unlink()
+    assert numbers() == [12, None], "nobody waits for a run that is over"

@@ -41,7 +41,7 @@ def test_a_client_joins_the_episodes_of_two_runs_by_their_number(
         for run in runs:
             stack.enter_context(running(run))
         client = stack.enter_context(subprocess.Popen(
-            [sys.executable, several / "joined_runs.py", *(run.directory for run in runs)],
+            [sys.executable, several / "joined_runs.py", "--patience-s=100", *(run.directory for run in runs)],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
         stack.callback(client.kill)
         if killed:
@@ -51,8 +51,8 @@ def test_a_client_joins_the_episodes_of_two_runs_by_their_number(
         for run in runs:
             check_end(run, run.wait())
         said = client.communicate(timeout=100)[0]
-    counts = {what: int(count) for count, what in re.findall(r"(\d+) (of one number|of the \w+ alone|of two)", said)}
-    assert counts["of one number"] > sum(counts.values()) / 2, said
+    counts = {what: int(count) for count, what in re.findall(r"(\d+) (of both|of the \w+ alone)", said)}
+    assert counts["of both"] > sum(counts.values()) / 2, said
     solver, judge = (trained(run) for run in runs)
     assert len(solver) == len(judge) == STEPS * 8 * 4
     assert len(solver.keys() & judge.keys()) > len(solver) / 2
