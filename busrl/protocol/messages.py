@@ -336,8 +336,11 @@ ONLY_FROM: dict[type[Message], str] = {
 
 def is_from_another(message: Message) -> bool:
     """Tell whether this message came from a process that does not send its kind."""
-    only, model = ONLY_FROM.get(type(message), ""), model_of(message)
-    return bool(only) and message.sender != (f"{only}-{model}" if model else only)
+    only = ONLY_FROM.get(type(message))
+    if only is None:  # most messages
+        return False
+    model = model_of(message)
+    return message.sender != (f"{only}-{model}" if model else only)
 
 
 def model_of(message: Message) -> str:
