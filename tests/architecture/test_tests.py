@@ -68,6 +68,13 @@ def test_helpers_of_several_folders_have_names_of_their_own() -> None:
     assert not {name for name in names if names.count(name) > 1 or name in programs}
 
 
+def test_no_helper_is_imported_from_a_conftest() -> None:
+    """There are many files of that name: which of them it is depends on the folders that are tested together."""
+    uses = [f"{path}:{node.lineno}" for path, tree in parsed().items() for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module == "conftest"]
+    assert not uses, by_folder(uses, 0)
+
+
 def test_tests_use_a_cache_of_their_own() -> None:
     """Files in the user's own cache, damaged or old, decide no test."""
     own = user_folder("XDG_CACHE_HOME", ".cache")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from conftest import LINE_OFF, STATES, FakeRun
+from fake_run import LINE_OFF, STATES, FakeRun
 
 from busrl.ledger.trained import TrainedSet, TrainLine
 from busrl.ledger.wal import Wal

@@ -22,7 +22,7 @@ from busrl.system.files import LineFile
 from busrl.ledger.wal import Wal
 from busrl.ledger.trained import TrainLine
 from busrl.ring import Fates, Ring, State
-from conftest import FakeRun
+from fake_run import FakeRun
 from pathlib import Path
 
 root = Path(sys.argv[1])

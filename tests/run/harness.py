@@ -26,6 +26,7 @@ from busrl.system.files import whole_file
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
     "learner.trigger.n_min=8",
+    "groups.size=4",
     "learner.warmup_groups=0",
     "learner.checkpoint_every=10",
     "validation.samples=32",

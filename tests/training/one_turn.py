@@ -69,7 +69,7 @@ def steps(lab: Any, double: bool) -> dict[str, Any]:
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
-    from conftest import Lab
+    from lab import Lab
 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:

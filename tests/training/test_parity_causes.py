@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from conftest import VOCABULARY, Lab
+from lab import VOCABULARY, Lab
 from moe_models import moe_model
 
 from busrl.data.routing import Routing
