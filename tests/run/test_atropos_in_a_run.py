@@ -20,7 +20,7 @@ from busrl.ledger.wal import Wal
 
 ATROPOS, CLIENT = ROOT / "configs" / "atropos.toml", ROOT / "examples" / "agents" / "atropos_client.py"
 # Groups by hand have made-up log-probabilities.
-SMALL = ("learner.checkpoint_every=0", "learner.trigger.n_min=4", "learner.mismatch_limit=1000")
+SMALL = ("learner.checkpoint_every=0", "groups.size=8", "learner.trigger.n_min=4", "learner.mismatch_limit=1000")
 
 
 def ask(url: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
