@@ -49,7 +49,7 @@ def test_an_example_goes_on_when_broker_and_keeper_are_killed(
                 run.until_step(step)
                 run.kill(victim)
             check_end(run, run.wait())
-            assert finished(words_of(child)) >= 40 * 64
+            assert finished(words_of(child)) >= 40 * 8 * 4
     assert not run.audit().accidents and counts(run)["far"]["joined"] == 1
     assert run.restarts("keeper") == 2 and run.restarts("bus") == 2
 
@@ -156,4 +156,4 @@ def test_every_answer_is_judged_once_despite_a_third_of_messages_lost(
         thread.join(20)
         assert not thread.is_alive()
     told = counts(run)["lossy"]
-    assert not run.audit().accidents and told["rewarded"] >= 20 * 64 and "expired" not in told
+    assert not run.audit().accidents and told["rewarded"] >= 20 * 8 * 4 and "expired" not in told
