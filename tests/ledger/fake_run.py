@@ -87,7 +87,7 @@ class FakeRun:
 
     def step(self, step: int, uids: Iterable[int], *, lies: dict[int, dict[str, object]] | None = None,
              fate: str = "T", log: bool = True, line: bool = True) -> Record:
-        """One training step as the learner leaves it; each part of it can be left out."""
+        """Leave what a learner leaves of one training step; each part can be left out."""
         record = self.record(step, uids, lies)
         if log:
             with Wal(self.root / "wal", sync=False) as wal:
@@ -115,7 +115,7 @@ class FakeRun:
         write_open(self.root / "open.bin", [OpenSlot(uid, STATES[state], slot) for slot, uid in enumerate(uids)])
 
     def slot(self, slot: int, uid: int, state: str = "QUEUED", *, seq: int = 5, owner: int = 0, **lies: int) -> None:
-        """One control line; the ring exists from the first call on."""
+        """Write one control line. The first call makes the ring."""
         if self.ring is None:
             self.empty_ring()
         assert self.ring is not None

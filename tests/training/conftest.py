@@ -20,7 +20,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="session")
 def apart() -> Any:
-    """`distance`, as a fixture: test files can not import each other."""
+    """`distance`, as a fixture."""
     return distance
 
 

@@ -47,7 +47,7 @@ def build(kind: str) -> Any:
 
 
 class Lab:
-    """What the tests of a trainer need, as one fixture."""
+    """Models, samples and trainers for the tests of a trainer."""
 
     def __init__(self, folders: Path) -> None:
         self._folders = folders
@@ -128,7 +128,7 @@ class Lab:
         loss: str = "ppo_clip",
         prox: Sequence[Any] | None = None,
     ) -> tuple[dict[str, Tensor], float]:
-        """One sample at a time, one token at a time, as the formulas are written; default clip settings."""
+        """Compute gradients and loss as the formulas are written, token by token, with default clip settings."""
         total, tokens = torch.zeros((), dtype=torch.float64), 0
         for index, (sample, advantage) in enumerate(zip(samples, advantages, strict=True)):
             ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.token_ids.tolist()])
