@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import COMMAND, ROOT
 from benchmarks.common import report, sides
@@ -399,6 +399,16 @@ def anonymous() -> int:
 RANK_TOKENS = 512  # of a micro-batch of a rank
 
 
+class RankPeaks(NamedTuple):
+    """What a rank has held: the trainer that it had, its peaks while it loaded and published, and in bytes that of its
+    resident memory until it published."""
+
+    trainer: Any
+    load: Peak
+    publish: Peak
+    resident: int
+
+
 def rank_once(rank: int, world: int, tensor: int, folder: str, dtype: str) -> dict[str, Any]:
     """Joins the team at FOLDER/team.sock, loads FOLDER, trains two steps, the last of two micro-batches, and publishes.
     `peak` is that of the resident memory until then, `said` the sum of `busrl check`."""
@@ -406,13 +416,8 @@ def rank_once(rank: int, world: int, tensor: int, folder: str, dtype: str) -> di
 
     from busrl.preflight import memory
     from busrl.ranks.builder import TeamSettings, facts
-    from busrl.ranks.follower import Follower
-    from busrl.ranks.leader import Team
     from busrl.ranks.mesh import Layout
-    from busrl.ranks.wire import Gather
-    from busrl.training import sharded
     from busrl.training.settings import TrainerSettings
-    from busrl.weights.shm import ShmSender
 
     torch.set_num_threads(1)
     made_model("qwen2.5-0.5b", 1, 64)  # so that imports are no part of what is measured
@@ -422,45 +427,66 @@ def rank_once(rank: int, world: int, tensor: int, folder: str, dtype: str) -> di
     config = json.loads((home / "config.json").read_text())
     said = memory.learner_sum(config, memory.Work(RANK_TOKENS, dtype, ranks=world, tensor=tensor))
     Path("/proc/self/clear_refs").write_text("5")
-    if not rank:
-        leader = Team.gathered(team)
-        with Peak() as load:
-            trainer = leader.trainer(home, settings)
-        for tokens in ((64,), (64, RANK_TOKENS)):
-            for count in tokens:
-                samples = made_samples(count * world // tensor, count, config["vocab_size"])
-                trainer.accumulate(samples, [1.0] * len(samples))
-            trainer.step(1e-6)
-        most = peak()
-        sender = ShmSender(home / "weights")
-        sender.publish(1, 1, trainer.named_weights())  # the file is made, collectives have their buffers
-        with Peak() as publish:
-            sender.publish(2, 1, trainer.named_weights())
-        sender.close()
-        leader.close()
-    else:
-        follower = Follower(team, settings, rank)
-        with Peak() as load:
-            built = follower.receive(600)
-            assert built is not None and follower.act(built)
-        trainer, gone, publish = follower.trainer, False, Peak()
-        assert trainer is not None
-        while not gone:
-            message = follower.receive(600)
-            if isinstance(message, Gather) and not hasattr(publish, "before"):
-                most = peak()
-                publish.__enter__()
-            gone = message is not None and not follower.act(message)
-        publish.__exit__()
-    parameters = list(trainer.model.parameters())
-    itemsize = 4 if dtype == "float32" else 2
+    peaks = followed(team, settings, rank) if rank else led(team, settings, home, config["vocab_size"])
+    return {"way": str(rank), "tensor": tensor, "parts": said, "said": sum(said.values()),
+            "ratio": sum(said.values()) / peaks.resident, **rank_row(peaks, 4 if dtype == "float32" else 2)}
+
+
+def led(team: Any, settings: Any, home: Path, vocabulary: int) -> RankPeaks:
+    """What rank 0 does, which leads the others."""
+    from busrl.ranks.leader import Team
+    from busrl.weights.shm import ShmSender
+
+    leader = Team.gathered(team)
+    with Peak() as load:
+        trainer = leader.trainer(home, settings)
+    for tokens in ((64,), (64, RANK_TOKENS)):
+        for count in tokens:
+            samples = made_samples(count * team.ranks // team.layout.tensor, count, vocabulary)
+            trainer.accumulate(samples, [1.0] * len(samples))
+        trainer.step(1e-6)
+    resident = peak()
+    sender = ShmSender(home / "weights")
+    sender.publish(1, 1, trainer.named_weights())  # the file is made, collectives have their buffers
+    with Peak() as publish:
+        sender.publish(2, 1, trainer.named_weights())
+    sender.close()
+    leader.close()
+    return RankPeaks(trainer, load, publish, resident)
+
+
+def followed(team: Any, settings: Any, rank: int) -> RankPeaks:
+    """What another rank does, until its leader closes the team."""
+    from busrl.ranks.follower import Follower
+    from busrl.ranks.wire import Gather
+
+    follower = Follower(team, settings, rank)
+    with Peak() as load:
+        built = follower.receive(600)
+        assert built is not None and follower.act(built)
+    assert follower.trainer is not None
+    goes_on = True
+    while not isinstance(message := follower.receive(600), Gather):
+        assert message is None or follower.act(message), "the leader has closed the team without a publication"
+    resident = peak()
+    with Peak() as publish:
+        while goes_on:
+            goes_on = message is None or follower.act(message)
+            message = follower.receive(600) if goes_on else None
+    return RankPeaks(follower.trainer, load, publish, resident)
+
+
+def rank_row(peaks: RankPeaks, itemsize: int) -> dict[str, Any]:
+    """Seconds, and bytes held, moved and published."""
+    from busrl.training import sharded
+
+    parameters = list(peaks.trainer.model.parameters())
+    counts = [parameter.numel() for parameter in parameters]
     return {
-        "way": str(rank), "parameters": sum(parameter.numel() for parameter in parameters), "load_s": load.seconds,
-        "publish_s": publish.seconds, "load": load.most, "publish": publish.most,
-        "held": sum(sharded.local(parameter).nbytes for parameter in parameters),
-        "published": sum(parameter.numel() for parameter in parameters) * itemsize,
-        "largest": max(parameter.numel() for parameter in parameters) * itemsize, "tensor": tensor,
-        "peak": most, "said": sum(said.values()), "ratio": sum(said.values()) / most, "parts": said,
+        "parameters": sum(counts), "published": sum(counts) * itemsize, "largest": max(counts) * itemsize,
+        "held": sum(sharded.local(parameter).nbytes for parameter in parameters), "peak": peaks.resident,
+        "load_s": peaks.load.seconds, "load": peaks.load.most, "publish_s": peaks.publish.seconds,
+        "publish": peaks.publish.most,
     }
 
 
