@@ -1,5 +1,6 @@
 """Builds the C++ core of the slot ring twice: for Python as `busrl._ring`, and for everybody else as libbusrl_ring.so;
-`busrl._wire`, which drives pyzmq's libzmq for the bus and links nothing of it; and `busrl._blocks` for the weights.
+`busrl._wire`, which drives pyzmq's libzmq for the bus and links nothing of it; `busrl._blocks` for the weights; and
+`busrl._fields`, which reads protobuf for services.
 
 The library and its header lie together in `busrl/ring/capi`, in a wheel as in a source tree; see docs/c-abi.md.
 A wheel has no pages: topologies, header and README name addresses of the site instead.
@@ -100,6 +101,13 @@ setup(
             "busrl._blocks",
             ["csrc/python/blocks.cpp"],
             extra_compile_args=[*compile_args, "-std=c++17", *([] if DEBUG else ["-O3"])],
+            extra_link_args=link_args,
+        ),
+        Extension(
+            "busrl._fields",
+            ["csrc/python/fields.cpp"],
+            depends=["csrc/python/fields.hpp"],
+            extra_compile_args=[*compile_args, "-std=c++17"],
             extra_link_args=link_args,
         ),
         Extension(

@@ -236,13 +236,12 @@ class ModelRoutes:
         """The record of a body of that operation."""
         if op == "forward_backward":
             asked = read_forward_backward(raw)
-            name, tokens = (asked.model_id, asked.seq_id), sum(len(datum.tokens) for datum in asked.data)
-            meaning = digest(op, asked)
+            name, meaning = (asked.model_id, asked.seq_id), digest(op, asked)
             try:
                 check(asked.data, asked.loss_fn, asked.config, self._at.settings.context, self._at.base.vocabulary)
             except UserFault as problem:
                 return Request("refused", *name, op, meaning, about={"why": str(problem)})
-            return Request("training", *name, op, meaning, raw, tokens=tokens)
+            return Request("training", *name, op, meaning, raw, tokens=asked.tokens)
         body: Any = read_body(bodies.BODIES[op], raw)
         if op == "load_weights":
             return self._load(things, body, raw)

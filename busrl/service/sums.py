@@ -12,7 +12,7 @@ tensors that it is given and imports no torch. Knows nothing of models, adapters
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from busrl.errors import UserError
+from busrl.service.columns import TOKENS, Columns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,6 +160,8 @@ def check(data: Sequence[Datum], loss_fn: str, config: Config, context: int, voc
     _check_config(loss_fn, loss, config)
     if not data:
         raise UserFault("the request has no data; send at least one datum")
+    if isinstance(data, Columns) and _all_sound(loss_fn, loss, data, context, vocabulary):
+        return
     for number, datum in enumerate(data):
         if text := _fault(loss_fn, loss, datum, context, vocabulary):
             raise UserFault(f"datum {number}: {text}")
@@ -175,17 +178,24 @@ def _check_config(name: str, loss: Loss, config: Config) -> None:
         raise UserFault(f"loss_fn_config of {name}: give {', '.join(missing)}; there is no default for it in public")
 
 
+def _all_sound(name: str, loss: Loss, data: Columns, context: int, vocabulary: int) -> bool:
+    """Tell whether `_fault` finds nothing in any of the data: the values of all are looked at together, since a look
+    costs more than the numbers of one datum do."""
+    if _misnamed(name, loss, {*data.names} - {TOKENS}) or not 0 < data.lengths.min() <= data.lengths.max() <= context:
+        return False
+    for key in data.names:
+        values = data.values(key)
+        is_ids = key in (TOKENS, TARGETS)
+        if not (values.dtype.kind == "i" and _known(values, vocabulary) if is_ids else np.isfinite(values).all()):
+            return False
+    return True
+
+
 def _fault(name: str, loss: Loss, datum: Datum, context: int, vocabulary: int) -> str:
     """Describe what is wrong with a datum; "" for a sound one."""
     there, count = datum.inputs.keys(), len(datum.tokens)
-    if missing := (loss.needs | {TARGETS}) - there:
-        return f"{name} needs {', '.join(sorted(missing))} in loss_fn_inputs"
-    if name == "cross_entropy" and not there & set(WEIGHTS):
-        return "cross_entropy needs weights in loss_fn_inputs, 1 for each position that is trained"
-    if unknown := there - loss.reads:
-        return f"{name} does not read {', '.join(sorted(unknown))}; it reads {', '.join(sorted(loss.reads))}"
-    if there >= set(WEIGHTS):
-        return "weights and mask are two names of one factor; give one of them"
+    if text := _misnamed(name, loss, there):
+        return text
     if not 0 < count <= context:
         return f"{count} tokens; a datum has 1 to {context}"
     shape = datum.inputs[TARGETS].shape
@@ -200,11 +210,24 @@ def _fault(name: str, loss: Loss, datum: Datum, context: int, vocabulary: int) -
     return _wrong_values(datum, shape, vocabulary)
 
 
+def _misnamed(name: str, loss: Loss, there: Set[str]) -> str:
+    """Describe what is wrong with the names of a datum's inputs; "" if nothing is."""
+    if missing := (loss.needs | {TARGETS}) - there:
+        return f"{name} needs {', '.join(sorted(missing))} in loss_fn_inputs"
+    if name == "cross_entropy" and not there & set(WEIGHTS):
+        return "cross_entropy needs weights in loss_fn_inputs, 1 for each position that is trained"
+    if unknown := there - loss.reads:
+        return f"{name} does not read {', '.join(sorted(unknown))}; it reads {', '.join(sorted(loss.reads))}"
+    if there >= set(WEIGHTS):
+        return "weights and mask are two names of one factor; give one of them"
+    return ""
+
+
 def _wrong_values(datum: Datum, shape: tuple[int, ...], vocabulary: int) -> str:
     for place, ids in (("the input", datum.tokens), (TARGETS, datum.inputs[TARGETS])):
         if ids.dtype.kind not in "iu":
             return f"{place} is {ids.dtype}; token ids are integers"
-        if ids.view(UNSIGNED[ids.dtype.itemsize]).max() >= vocabulary:  # a negative one is a large one there
+        if not _known(ids, vocabulary):
             low, high = int(ids.min()), int(ids.max())
             return f"token {low if low < 0 else high} in {place}; the model knows 0 to {vocabulary - 1}"
     for key, values in datum.inputs.items():
@@ -213,3 +236,7 @@ def _wrong_values(datum: Datum, shape: tuple[int, ...], vocabulary: int) -> str:
         if key != TARGETS and not np.isfinite(values).all():
             return f"{key} has a number that is not finite"
     return ""
+
+
+def _known(ids: NDArray[Any], vocabulary: int) -> bool:
+    return bool(ids.view(UNSIGNED[ids.dtype.itemsize]).max() < vocabulary)  # a negative one is a large one there

@@ -20,7 +20,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl._fields import Reader
 from busrl.service.bodies import IDENTIFIER, LAST_NUMBER, BadBody, TooLarge
+from busrl.service.columns import TOKENS, Columns, Datum, written_of
 
 Array = npt.NDArray[Any]
 Bounds = tuple[int, int]  # of a field's bytes in the body
@@ -30,11 +32,10 @@ DENSE_BYTES: Final = 256 << 20  # of all tensors of a request
 PIECE: Final = 512  # bytes of zstd at a time: each block of 4 bytes may become 128 KiB
 WINDOW: Final = 1 << 27
 
-VARINT, EIGHT, SIZED, FOUR = 0, 1, 2, 5  # kinds of fields; the key of a field is number << 3 | kind
-WIDTHS = {EIGHT: 8, FOUR: 4}
+VARINT, EIGHT, SIZED = 0, 1, 2  # kinds of fields; the key of a field is number << 3 | kind
 MODEL_ID, SEQ_ID, DATA, LOSS_FN, CONFIG, FORWARD_ONLY, CONFIG_V2 = 0x0A, 0x10, 0x1A, 0x22, 0x2A, 0x30, 0x3A
 MODEL_INPUT, LOSS_FN_INPUTS = 0x0A, 0x12
-ENCODED_TEXT, IMAGE, DMEL, TOKENS = 0x0A, 0x12, 0x1A, 0x0A
+ENCODED_TEXT, IMAGE, DMEL, TOKENS_OF_TEXT = 0x0A, 0x12, 0x1A, 0x0A
 DENSE, SPARSE, DTYPE, SHAPE, UNPACKED_SHAPE = 0x0A, 0x12, 0x18, 0x22, 0x20
 VALUES, ROWS, COLUMNS = 0x0A, 0x12, 0x1A
 KEY, VALUE, DOUBLE_VALUE, NUMBER_V2, TEXT_V2 = 0x0A, 0x12, 0x11, 0x09, 0x12
@@ -47,23 +48,20 @@ CODES: dict[np.dtype[Any], int] = {np.dtype(np.float32): FLOAT32, np.dtype(np.in
 
 
 @dataclass(frozen=True, eq=False)
-class Datum:
-    """A sequence to train on: token ids, int32 (n,), and what its loss needs, by name: (n,) or (n, k) each."""
-
-    tokens: Array
-    inputs: dict[str, Array]
-
-
-@dataclass(frozen=True, eq=False)
 class ForwardBackward:
     """A request for gradients, or with `forward_only` for log-probabilities alone."""
 
     model_id: str
     seq_id: int
-    data: list[Datum]
+    data: Sequence[Datum]
     loss_fn: str
     config: dict[str, float | str]
     forward_only: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its data."""
+        return self.data.tokens if isinstance(self.data, Columns) else sum(len(datum.tokens) for datum in self.data)
 
 
 class SampledSequence(NamedTuple):
@@ -87,55 +85,36 @@ class CompressedRows(NamedTuple):
 # -- fields -----
 
 
-def varint(body: bytes, at: int, end: int) -> tuple[int, int]:
-    """The number at `at`, 64 bits without a sign, and the place behind it."""
-    if at + 1 < end and body[at + 1] < 128 <= body[at]:  # two bytes, as most sizes have
-        return (body[at] & 127) | body[at + 1] << 7, at + 2
-    value = shift = 0
-    while at < end and shift < 70:
-        byte = body[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value & 0xFFFF_FFFF_FFFF_FFFF, at
-        shift += 7
-    raise BadBody("", "a number that does not end", "send a whole message")
+FAULTS: Final = {  # of `_fields.Reader`: what is told of them, and the remedy
+    1: ("a number that does not end", "send a whole message"),
+    2: ("a field of kind {}", "send protobuf"),
+    3: ("a field that is longer than its message", "send a whole message"),
+    4: ("more than {} fields", "join chunks, or send several requests"),
+}
+
+
+def _fault(kind: int, number: int) -> BadBody:
+    rule, remedy = FAULTS[kind]
+    return BadBody("", rule.format(number), remedy)
 
 
 class Message:
-    """The bytes of a message and of those in it. All of them have at most MOST_FIELDS fields, so that small ones
-    without number cannot keep a process busy."""
+    """The bytes of a message and of those in it. All of them have at most so many fields, so that small ones without
+    number cannot keep a process busy.
 
-    def __init__(self, body: bytes) -> None:
-        self.body, self._left = body, MOST_FIELDS
+    `fields(at, end)`: key, start and stop of each field of the message in body[at:end]; of a varint its value as start.
+    `numbers(at, end, most)`: the varints there, the first `most` of them. `rows(bounds)`: for messages that begin and
+    end at the pairs of `bounds` (int64) the fields of all of them, as the number of the message, key, start and stop;
+    None where there is a fault, of which `fields` has the words.
+    """
 
-    def fields(self, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield key, start and stop of each field of the message in body[at:end]; of a varint its value as start."""
-        body = self.body
-        while at < end:
-            key = body[at]
-            at += 1
-            if key > 127:
-                key, at = varint(body, at - 1, end)
-            kind = key & 7
-            if kind == SIZED:
-                size = body[at] if at < end else 128
-                start = at + 1
-                if size > 127:
-                    size, start = varint(body, at, end)
-                at = start + size
-            elif kind == VARINT:
-                start, at = varint(body, at, end)
-            elif kind in WIDTHS:
-                start, at = at, at + WIDTHS[kind]
-            else:
-                raise BadBody("", f"a field of kind {kind}", "send protobuf")
-            if at > end:
-                raise BadBody("", "a field that is longer than its message", "send a whole message")
-            self._left -= 1
-            if self._left < 0:
-                raise BadBody("", f"more than {MOST_FIELDS} fields", "join chunks, or send several requests")
-            yield key, start, at
+    def __init__(self, body: bytes, most: int | None = None) -> None:
+        self.body, self._reader = body, Reader(body, MOST_FIELDS if most is None else most, _fault)
+        self.fields, self.numbers, self.rows = self._reader.fields, self._reader.numbers, self._reader.rows
+
+    def again(self) -> Message:
+        """Another one of these bytes, which may have as many fields from here on; this one counts none of them."""
+        return Message(self.body, self._reader.left)
 
     def text(self, start: int, stop: int, field: str) -> str:
         try:
@@ -247,7 +226,15 @@ def _setting(message: Message, at: int, end: int) -> float | str:
     return setting
 
 
-def _data(message: Message, places: Sequence[Bounds]) -> list[Datum]:
+def _data(message: Message, places: Sequence[Bounds]) -> Sequence[Datum]:
+    try:
+        return _columns(message.again(), places)
+    except (BadBody, UnicodeDecodeError, _Otherwise):
+        return _one_by_one(message, places)
+
+
+def _one_by_one(message: Message, places: Sequence[Bounds]) -> list[Datum]:
+    """Data of any form. BadBody names the first that is none, and its field."""
     data, size = [], 0
     for index, (start, stop) in enumerate(places):
         try:
@@ -259,6 +246,79 @@ def _data(message: Message, places: Sequence[Bounds]) -> list[Datum]:
         if size > DENSE_BYTES:
             raise BadBody("data", f"tensors of more than {DENSE_BYTES >> 20} MiB", "send several requests")
     return data
+
+
+class _Otherwise(Exception):
+    """Data that are not of the form that most requests have, or at fault."""
+
+
+def _require(fact: object) -> None:
+    if not fact:
+        raise _Otherwise
+
+
+class _Table:
+    """All fields of some messages, which lie at the pairs of `bounds`. _Otherwise: one of them is at fault."""
+
+    def __init__(self, message: Message, bounds: Array) -> None:
+        found = message.rows(np.ascontiguousarray(bounds))
+        _require(found is not None)
+        rows = np.frombuffer(found or b"", np.int64).reshape(-1, 4)
+        self.owners: Array = rows[:, 0]
+        self.keys: Array = rows[:, 1]
+        self.bounds: Array = rows[:, 2:]
+        self._count = len(bounds)
+
+    def each(self, key: int) -> Array:
+        """The field with this key of each message. _Otherwise: one has none, or several."""
+        found = self.keys == key
+        _require(np.array_equal(self.owners[found], np.arange(self._count)))
+        bounds: Array = self.bounds[found]
+        return bounds
+
+
+def _columns(message: Message, places: Sequence[Bounds]) -> Columns:
+    """Data as most clients send them, read all together: in one chunk, and all with the same inputs, which are dense
+    vectors of float32 or int64 as long as the tokens. _Otherwise, BadBody: they are not like that."""
+    data = _Table(message, np.array(places, np.int64))
+    chunks = _Table(message, data.each(MODEL_INPUT))
+    _require(not np.isin(chunks.keys, (IMAGE, DMEL)).any())
+    tokens = _Table(message, chunks.each(ENCODED_TEXT)).each(TOKENS_OF_TEXT)
+    lengths, rest = np.divmod(tokens[:, 1] - tokens[:, 0], DTYPES[INT32].itemsize)
+    _require(not rest.any())
+    inputs = data.keys == LOSS_FN_INPUTS
+    entries = _Table(message, data.bounds[inputs])
+    names, order = _in_order(message, entries.each(KEY), data.owners[inputs], len(places))
+    dtypes, starts = _vectors(message, entries.each(VALUE)[order], lengths)
+    starts = np.column_stack([tokens[:, 0], starts])
+    return Columns(message.body, (TOKENS, *names), (DTYPES[INT32], *dtypes), lengths, starts)
+
+
+def _in_order(message: Message, places: Array, owners: Array, count: int) -> tuple[list[str], Array]:
+    """Names of the inputs, the same for each of `count` data, and the order that sorts entries by datum and name."""
+    written = [message.body[start:stop] for start, stop in places.tolist()]
+    names = sorted(set(written))
+    _require(0 < len(names) <= MOST_INPUTS and max(map(len, names)) <= 100 and names[0])
+    numbers = {name: number for number, name in enumerate(names)}
+    cells = owners * len(names) + np.array([numbers[name] for name in written])
+    order = np.argsort(cells)
+    _require(np.array_equal(cells[order], np.arange(count * len(names))))
+    return [name.decode() for name in names], order
+
+
+def _vectors(message: Message, places: Array, lengths: Array) -> tuple[list[np.dtype[Any]], Array]:
+    """Type of each input, and where the vectors of each datum begin; `places` of tensors, by datum and input."""
+    tensors, count = _Table(message, places), len(lengths)
+    _require(not np.isin(tensors.keys, (SPARSE, UNPACKED_SHAPE)).any())
+    codes = tensors.each(DTYPE)[:, 0].reshape(count, -1)
+    _require((codes == codes[0]).all() and np.isin(codes[0], (FLOAT32, INT64)).all())
+    dtypes = [DTYPES[code] for code in codes[0].tolist()]
+    dense = tensors.each(DENSE).reshape(count, -1, 2)
+    sizes = lengths[:, None] * np.array([dtype.itemsize for dtype in dtypes])
+    _require((dense[..., 1] - dense[..., 0] == sizes).all() and sizes.sum() <= DENSE_BYTES)
+    shapes = [message.numbers(start, stop, 2) for start, stop in tensors.each(SHAPE).tolist()]
+    _require(shapes == [[length] for length in lengths.repeat(len(dtypes)).tolist()])
+    return dtypes, dense[..., 0]
 
 
 def _datum(message: Message, at: int, end: int) -> Datum:
@@ -285,7 +345,7 @@ def _chunk(message: Message, at: int, end: int) -> Array:
     for key, start, stop in message.fields(at, end):
         if key == ENCODED_TEXT:
             for inner, first, last in message.fields(start, stop):
-                if inner == TOKENS:
+                if inner == TOKENS_OF_TEXT:
                     tokens = first, last
         elif key in (IMAGE, DMEL):
             raise BadBody("model_input", "images and audio are not served here", "send encoded_text")
@@ -316,7 +376,7 @@ def _tensor(message: Message, at: int, end: int) -> Array:
         elif key == DTYPE:
             code = start
         elif key == SHAPE:
-            shape += _packed(message, start, stop)
+            shape += message.numbers(start, stop, MOST_AXES + 1)
         elif key == SPARSE:
             sparse = start, stop
         elif key == UNPACKED_SHAPE:
@@ -331,15 +391,6 @@ def _tensor(message: Message, at: int, end: int) -> Array:
     if shape and (math.prod(shape) != array.size or max(shape) > DENSE_BYTES):
         raise BadBody("shape", f"{_shown(shape)} is not that of {array.size} numbers", "send the tensor's own")
     return array.reshape(shape) if len(shape) > 1 else array
-
-
-def _packed(message: Message, at: int, end: int) -> list[int]:
-    """A run of numbers: the first few, which are enough to see that there are too many."""
-    numbers: list[int] = []
-    while at < end and len(numbers) <= MOST_AXES:
-        value, at = varint(message.body, at, end)
-        numbers.append(value)
-    return numbers
 
 
 def _widened(array: Array, code: int) -> Array:
@@ -504,14 +555,8 @@ def digest(operation: str, asked: ForwardBackward | msgspec.Struct | Mapping[str
         hasher.update(asked)
     elif isinstance(asked, ForwardBackward):
         hasher.update(_sorted([asked.loss_fn, asked.config, asked.forward_only, len(asked.data)]))
-        heads: dict[tuple[str, str, tuple[int, ...]], bytes] = {}  # few differ, and each costs more than its array
-        for datum in asked.data:
-            for name, array in (("", datum.tokens), *sorted(datum.inputs.items())):
-                kind = name, array.dtype.char, array.shape
-                if kind not in heads:
-                    heads[kind] = f"{name} {array.dtype.str} {array.shape}\0".encode()
-                hasher.update(heads[kind])
-                hasher.update((array if array.flags.c_contiguous else np.ascontiguousarray(array)).data)
+        for written in written_of(asked.data):
+            hasher.update(written)
     else:
         meant = asked if isinstance(asked, Mapping) else msgspec.to_builtins(asked)
         hasher.update(_sorted({name: value for name, value in meant.items() if name != UNMEANT}))

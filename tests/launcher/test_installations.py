@@ -36,7 +36,7 @@ def _of_another_platform(package: Path) -> None:
 
 
 def _stale(package: Path) -> None:
-    for name in ("_ring", "_wire", "_blocks"):
+    for name in ("_ring", "_wire", "_blocks", "_fields"):
         (package / f"{name}.py").write_text("")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -292,6 +294,33 @@ def test_another_meaning_has_another_digest() -> None:
     ]
     digests = {digest("forward_backward", read_forward_backward(body)) for body in meanings}
     assert len(digests) == len(meanings) and all(len(entry) == 32 for entry in digests)
+
+
+def plain_digest(asked: wire.ForwardBackward) -> bytes:
+    """By the words of the page on the service, array by array."""
+    head = [asked.loss_fn, asked.config, asked.forward_only, len(asked.data)]
+    hasher = hashlib.sha256(b"forward_backward\0" + msgspec.json.encode(head, order="sorted"))
+    for one in asked.data:
+        for name, array in (("", one.tokens), *sorted(one.inputs.items())):
+            hasher.update(f"{name} {array.dtype.str} {array.shape}\0".encode() + array.tobytes())
+    return hasher.digest()
+
+
+@pytest.mark.parametrize("sizes", [[1], [3, 2, 1], [1] * 700, [20_000, 5, 17_000, 16_384], [30_000] * 3])
+def test_a_digest_is_of_one_array_after_the_other(sizes: list[int]) -> None:
+    data = [datum(np.arange(size), weights=np.ones(size, np.float32), target_tokens=np.arange(size) + index)
+            for index, size in enumerate(sizes)]
+    asked = read_forward_backward(request(*data))
+    assert digest("forward_backward", asked) == plain_digest(asked)
+
+
+def test_requests_of_the_sdk_keep_the_digests_that_logs_have() -> None:
+    plain = [entry.body for entry in recorded("forward_backward") if not entry.encoding]
+    digests = [digest("forward_backward", read_forward_backward(body)).hex()[:16] for body in plain]
+    assert digests == [
+        "48e7692043df7be3", "a0f7350b449a3006", "f010e6df5010a6d7", "44058ae026cf3775",
+        "cb5c561c3fe61804",
+    ]
 
 
 def test_a_save_that_the_sdk_repeats_has_the_same_digest() -> None:
