@@ -19,6 +19,7 @@ from service_messages import datum, request
 from busrl.ledger.wal import HEAD
 from busrl.service import desk as desks
 from busrl.service import door as doors
+from busrl.service import routes
 from busrl.service.desk import Desk
 from busrl.service.door import Door
 from busrl.service.folders import ServiceFolders
@@ -670,6 +671,24 @@ def test_large_bodies_of_a_key_are_bounded_and_hold_nobody_else_up(
 
     monkeypatch.setattr(doors, "MOST_READ_BYTES", doors.BESIDE_BYTES + 10)
     served(tmp_path, play, key=with_other())
+
+
+@pytest.mark.parametrize("size", [1, 300, 1000, 1001, 5000])
+def test_a_body_without_a_length_is_taken_up_to_the_bound(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(client: Client) -> None:
+        async def pieces() -> AsyncIterator[bytes]:
+            body = b'{"session_id": "' + b"s" * size
+            for at in range(0, size, 100):
+                yield body[at : min(at + 100, size)]
+
+        status, told = await client.post("session_heartbeat", pieces())
+        assert (status, "Too Large" in told["detail"]) == ((413, True) if size > 1000 else (400, False))
+        assert (await client.post("create_session"))[0] == 200
+
+    monkeypatch.setattr(routes, "BODY_BYTES", 1000)
+    served(tmp_path, play)
 
 
 # -- all weights -----
