@@ -19,7 +19,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 TOKENS: Final = ""  # the name of the first column; an input of this name is left to what reads data one by one
-JOINED: Final = 32  # data whose bytes are joined for a digest: a call of a hash costs more than a small array
+JOINED: Final = 8  # data whose bytes are joined for a digest: a call of a hash costs more than a small array
 
 
 @dataclass(frozen=True, eq=False)
