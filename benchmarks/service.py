@@ -5,8 +5,10 @@
 A whole service of the tests' tiny model, and clients over HTTP in this process, which ask as the SDK does: a long poll
 for each sampler, a request for each result. `heartbeat` is the longest of those that a client sends every 0.1 s
 meanwhile, with this process's own delays in it. `bodies` have a number that nothing came before, so that nothing trains
-while they come. `neighbour`: a small step, alone and beside a client that keeps eight requests waiting. `kills` is
-tests/service/sdk/crash.py, `learn` the cookbook's rl_loop; both need the environment of `make tinker-env`.
+while they come. `neighbour`: a small step, alone and beside another owner, who keeps eight requests waiting. `times` is
+by the clock; `times_tuner` in CPU seconds of the tuner while the step was open: what the order of turns costs, without
+the wait for cores that clients, door and tuner share. `kills` is tests/service/sdk/crash.py, `learn` the cookbook's
+rl_loop; both need the environment of `make tinker-env`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ import numpy as np
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.common import report, runs, sides
+from busrl.service.keys import digest_of
 from busrl.service.wire import CODES, counted, number, sized
 
 CONFIG, SDK = ROOT / "configs" / "tinker.toml", ROOT / "tests" / "service" / "sdk"
@@ -40,6 +43,7 @@ SEEDS = (0, 1, 2)
 HEARTBEAT_S, WAIT_S, SDK_S = 0.1, 600.0, 3600.0
 CONTEXT, SAMPLED = 512, 128
 ADAM = {"learning_rate": 1e-3}
+OTHER = "tml-other"  # the key of a second owner
 Figures = dict[str, Any]
 
 
@@ -99,15 +103,16 @@ class Client:
 
 
 @asynccontextmanager
-async def clients(run: runs.BenchRun, count: int) -> AsyncIterator[list[Client]]:
-    """Clients of a service that has begun, each with a session and a model of its own."""
+async def clients(run: runs.BenchRun, *others: str) -> AsyncIterator[list[Client]]:
+    """Clients of a service that has begun, each with a session and a model of its own: one with the run's key, and one
+    with each other key."""
     about = run.until("the door", lambda: read(run.directory / "tinker.json"))
-    url, key = about["base_url"], (run.directory / "tinker.key").read_text()
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, headers={"X-API-Key": key}) as http:
-        opened = []
-        for _ in range(count):
-            client = Client(http, run, url)
+    url, opened = about["base_url"], []
+    async with AsyncExitStack() as stack:
+        for key in ((run.directory / "tinker.key").read_text(), *others):
+            connector = aiohttp.TCPConnector(limit=0)
+            http = aiohttp.ClientSession(connector=connector, headers={"X-API-Key": key})
+            client = Client(await stack.enter_async_context(http), run, url)
             client.session = (await client.ask("create_session"))["session_id"]
             await client.ask("create_model", session_id=client.session, model_seq_id=0, base_model=NAME,
                              lora_config={"rank": 8, "train_unembed": False})
@@ -168,7 +173,7 @@ class Beside:
 
 async def measure_samples(run: runs.BenchRun, at_once: int, seconds: float) -> Figures:
     """Keep that many requests of one sample in flight."""
-    async with clients(run, 1) as (client,):
+    async with clients(run) as (client,):
         saved = await client.ask("save_weights_for_sampler", model_id=client.model, seq_id=1, sampling_session_seq_id=0)
         sampler = json.loads(await client.result(saved))["sampling_session_id"]
         numbers, end, answered = iter(range(1 << 30)), time.monotonic() + seconds, 0
@@ -207,7 +212,7 @@ async def measure_samples(run: runs.BenchRun, at_once: int, seconds: float) -> F
 
 async def measure_bodies(run: runs.BenchRun, count: int, at_once: int, data: Sequence[bytes]) -> Figures:
     """Send requests of which none can be executed: their first number is missing."""
-    async with clients(run, 1) as (client,):
+    async with clients(run) as (client,):
         size, gate = sum(map(len, data)), asyncio.Semaphore(at_once)
 
         async def send(seq: int) -> None:
@@ -222,14 +227,17 @@ async def measure_bodies(run: runs.BenchRun, count: int, at_once: int, data: Seq
 
 
 async def measure_neighbour(run: runs.BenchRun, steps: int, waiting: int, heavy_data: Sequence[bytes]) -> Figures:
-    """Seconds of a small step, alone and beside a client that asks for much."""
+    """Seconds of a small step, alone and beside another owner who asks for much; and those of the tuner meanwhile."""
     light_data = data_of(8, 64)
-    async with clients(run, 2) as (light, heavy):
-        async def step_s() -> float:
-            begun = time.monotonic()
+    async with clients(run, OTHER) as (light, heavy):
+        tuner = sides.CpuOfTree(run.until("the tuner", lambda: run.process("tuner")).pid)
+        tuner.now()
+
+        async def step() -> tuple[float, float]:
+            begun, cpu_s = time.monotonic(), tuner.now(look=False)
             await light.forward_backward(light_data)
             await light.result(await light.step())
-            return time.monotonic() - begun
+            return time.monotonic() - begun, tuner.now(look=False) - cpu_s
 
         async def ask_for_much() -> None:
             futures: list[dict[str, Any]] = []
@@ -238,16 +246,18 @@ async def measure_neighbour(run: runs.BenchRun, steps: int, waiting: int, heavy_
                 if len(futures) >= waiting:
                     await heavy.result(futures.pop(0))
 
-        await step_s()  # the model is made
-        alone = [await step_s() for _ in range(steps)]
+        await step()  # the model is made
+        alone = [await step() for _ in range(steps)]
         asking = asyncio.ensure_future(ask_for_much())
-        await step_s()
-        beside = [await step_s() for _ in range(steps)]
+        await step()
+        beside = [await step() for _ in range(steps)]
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-    alone_s, beside_s = statistics.median(alone), statistics.median(beside)
+    (alone_s, alone_tuner), (beside_s, beside_tuner) = (map(statistics.median, zip(*each)) for each in (alone, beside))
     return {"heavy_tokens": len(heavy_data) * 64, "alone_s": round(alone_s, 4), "beside_s": round(beside_s, 4),
-            "beside_max_s": round(max(beside), 4), "times": round(beside_s / alone_s, 2)}
+            "beside_max_s": round(max(beside)[0], 4), "times": round(beside_s / alone_s, 2),
+            "tuner_alone_s": round(alone_tuner, 4), "tuner_beside_s": round(beside_tuner, 4),
+            "times_tuner": round(beside_tuner / alone_tuner, 2)}
 
 
 def measure_kills(python: str, hub: Path, steps: int, every_s: float) -> Figures:
@@ -310,9 +320,11 @@ def measure(part: str, hub: Path, options: argparse.Namespace) -> Any:
             with runs.run(*settings, f"learner.wal={wal}", config=CONFIG) as run:
                 rows.append({"wal": wal, **asyncio.run(measure_bodies(run, 60, 8, data))})
     if part == "neighbour":
+        config = hub / "two.toml"
+        config.write_text(f'{CONFIG.read_text()}\n[[tinker.key]]\nname = "other"\ndigest = "{digest_of(OTHER)}"\n')
         for count in (8, 64, 1000):
-            with runs.run(*settings, config=CONFIG) as run:
-                rows.append(asyncio.run(measure_neighbour(run, 15, 8, data_of(count, 64))))
+            with runs.run(*settings, config=config) as run:
+                rows.append(asyncio.run(measure_neighbour(run, options.small_steps, 8, data_of(count, 64))))
     if part == "learn":
         for seed in SEEDS:
             make_hub(hub, seed)
@@ -327,6 +339,7 @@ def main() -> None:
     parser.add_argument("--tinker-python", default=str(ROOT / ".venv" / "tinker" / "bin" / "python"))
     parser.add_argument("--at-once", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--small-steps", type=int, default=60)
     parser.add_argument("--kill-steps", type=int, default=100)
     parser.add_argument("--kill-s", type=float, default=1.2)
     parser.add_argument("--learn-steps", type=int, default=80)

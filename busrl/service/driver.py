@@ -10,7 +10,7 @@ bus or of engines.
 - A state is written after a step or a load alone, so never with half of the gradients.
 - A request that two processes died of in a row is answered as a fault of the server, and not run again.
 - A turn is a request, or a micro-batch of one. It goes to the owner that was served least, and to that one's model that
-  was served least. Where one model has room alone, the one that was made first is served to its last request.
+  was served least, in seconds. Where one model has room alone, the one made first is served to its last request.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from busrl.service.upkeep import Upkeep, is_stripped
 from busrl.system import files
 
 DEATHS = 2  # of processes, in a row, after which a request is not run again
+CREDIT_S = 2.0  # by which an owner may be behind the others: for so long the small steps of one go before large ones
 NOTE_BYTES = 1024  # of the file that names the request that is executed
 
 
@@ -107,12 +108,13 @@ class Line:
 
 
 class Turns:
-    """The time for which owners were served, and each owner's models. Who comes new, or comes back, begins where the
-    others are: it owns no time that they were served."""
+    """The seconds for which owners were served, and each owner's models. Who comes new begins where the others are. Who
+    comes back is owed what the others were served since, up to `CREDIT_S`: a step of a few turns waits for the turn
+    under way alone, if there was none for a while."""
 
     def __init__(self) -> None:
         self._served: dict[tuple[str, str], float] = {}
-        self._newest: defaultdict[str, float] = defaultdict(float)  # of a group: `served` as its newest turn began
+        self._newest: defaultdict[str, float] = defaultdict(float)  # of a group: `served` as its last turn began
 
     def place(self, owner: str, model: str) -> tuple[float, float]:
         """The place in the order of turns: the least is next."""
@@ -120,11 +122,13 @@ class Turns:
 
     def took(self, owner: str, model: str, seconds: float) -> None:
         for group, name in (("", owner), (owner, model)):
-            begin = self._newest[group] = self._at(group, name)
+            begin = self._at(group, name)
+            self._newest[group] = max(self._newest[group], begin)
             self._served[group, name] = begin + seconds
 
     def _at(self, group: str, name: str) -> float:
-        return max(self._served.get((group, name), 0.0), self._newest[group])
+        newest = self._newest[group]
+        return max(self._served.get((group, name), newest), newest - CREDIT_S)
 
 
 class Suspects:
