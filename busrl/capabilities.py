@@ -42,6 +42,7 @@ class Role(NamedTuple):
     foreign: bool = False  # another program may do it, named by `command`
     caller: bool = False  # its samples are episodes of model calls
     of_model: bool = False  # each process is of one model, or of some that share it; others are the run's
+    tensors: bool = False  # imports what models need, whatever its entry says
     moves: bool = True  # maps the ring and moves samples
     awaited: bool = True  # the run cannot go on, or end, without it
     listens: str = ""  # the table of the topology with the host and port at which launch listens for it
@@ -64,9 +65,9 @@ ROLES: Final = {role.name: role for role in (
     Role("serve", "agents.roles.serve:Serve", 1, caller=True),
     Role("atropos", "agents.roles.atropos:Atropos", 1, single=True, caller=True),
     Role("tinker", "service.role:Tinker", 1, single=True, caller=True, listens="tinker"),
-    Role("tuner", "service.tuner:Tuner", 4, single=True),
+    Role("tuner", "service.tuner:Tuner", 4, single=True, tensors=True),
     Role("validator", "roles.validator:Validator", 3, default=True, single=True),
-    Role("rank", "ranks.role:Rank", 5, named=False, moves=False),
+    Role("rank", "ranks.role:Rank", 5, named=False, tensors=True, moves=False),
 )}
 RANK: Final = "rank"  # the learner's further processes: rank/1, rank/2, ...
 IMPLIED_ROLES: Final = tuple(role.name for role in ROLES.values() if not role.named and role.name != RANK)

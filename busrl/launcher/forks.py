@@ -60,7 +60,7 @@ class Warmth(enum.Enum):
 
 
 def needs_model(process: ProcessName) -> bool:
-    return process.role == "rank" or has_model(process.spec)
+    return ROLES[process.role].tensors or has_model(process.spec)
 
 
 class Patience:
