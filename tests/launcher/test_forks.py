@@ -39,8 +39,12 @@ class Scene(NamedTuple):
     selector: selectors.BaseSelector
 
 
-def forks_of(loaded: Loader, tmp_path: Path, *overrides: str, **variables: str) -> Scene:
-    rows = (Process("learner"), Process("reward"), *ROLLOUTS)
+ROWS = (Process("learner"), Process("reward"), *ROLLOUTS)
+
+
+def forks_of(
+    loaded: Loader, tmp_path: Path, *overrides: str, rows: tuple[Process, ...] = ROWS, **variables: str
+) -> Scene:
     topology = dataclasses.replace(loaded("", *overrides), process=rows)
     paths = RunPaths.of(tmp_path)
     paths.log("launch").parent.mkdir()
@@ -64,6 +68,14 @@ def test_a_process_waits_until_the_template_is_so_far(
     assert {name for name, way in ways.items() if way is Way.FORKED} == forked
     assert {name for name, way in ways.items() if way is Way.WAITS} == waits
     assert {name for name, way in ways.items() if way is Way.ALONE} >= ALONE
+
+
+def test_the_door_of_a_service_waits_for_no_library_of_models(loaded: Loader, tmp_path: Path) -> None:
+    rows = (Process("tinker"), Process("tuner"), Process("rollout"))
+    forks, processes, _, _ = forks_of(loaded, tmp_path, rows=rows)
+    forks.warmth = Warmth.LIGHT
+    ways = {process.name: forks.way_of(process) for process in processes}
+    assert (ways["tinker"], ways["tuner"], ways["rollout/0"]) == (Way.FORKED, Way.WAITS, Way.WAITS)
 
 
 def test_a_template_is_turned_off_by_its_key(loaded: Loader, tmp_path: Path) -> None:
