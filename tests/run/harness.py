@@ -39,10 +39,12 @@ LOOK_EVERY_S = 0.01
 
 class Run:
     """One `busrl launch` and the run directory that it writes. It may be started again in the same directory.
-    `prefix`: what its command stands behind, to be in another namespace, say. `cold`: it imports all itself."""
+    `prefix`: what its command stands behind, to be in another namespace, say. `cold`: it imports all itself, and is
+    what `program` is for Python."""
 
     prefix: tuple[str, ...] = ()
     cold = False
+    program: tuple[str, ...] = ("-m", "busrl.cli")
 
     def __init__(
         self,
@@ -62,22 +64,24 @@ class Run:
         self.pidfd = -1
 
     def start(self, *arguments: str) -> Run:
-        command = ["launch", str(self.config), "--run-dir", str(self.directory)]
-        for setting in self.settings:
-            command += ["--set", setting]
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         self.forget()
         with open(self.output, "ab") as file:
-            self.child = self._started([*command, *arguments], file)
+            self.child = self._started([*self.command(), *arguments], file)
         self.pidfd = os.pidfd_open(self.child.pid)
         return self
+
+    def command(self) -> list[str]:
+        """The words of its start, behind `busrl`."""
+        settings = [word for setting in self.settings for word in ("--set", setting)]
+        return ["launch", str(self.config), "--run-dir", str(self.directory), *settings]
 
     def _started(self, arguments: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes] | warm.Warm:
         """A launch that shares the session's imports, where nothing is to be different while it imports."""
         if not (self.cold or self.prefix or self.env.keys() & READ_AT_START):
             return warm.nursery().start(arguments, warm.environment(self.env), output.fileno(), ROOT)
         return subprocess.Popen(
-            [*self.prefix, sys.executable, "-m", "busrl.cli", *arguments], stdout=output, stderr=output,
+            [*self.prefix, sys.executable, *self.program, *arguments], stdout=output, stderr=output,
             stdin=subprocess.DEVNULL, cwd=ROOT, env={**os.environ, **self.env},
         )
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import ROOT, Run
+from harness import Run
 
 from busrl import curve
 
@@ -110,18 +109,10 @@ class Host(Run):
     ) -> None:
         super().__init__(home.directory.parent / (place or f"scratch-{name}"))
         self.prefix = cable.away if cable else ()
-        file = curve.client_file(home.keys, key or name)
-        self.command = [
-            sys.executable, "-m", "busrl.cli", "host", home.endpoint, "--keys", str(file), "--name", name,
+        self.words = [
+            "host", home.endpoint, "--keys", str(curve.client_file(home.keys, key or name)), "--name", name,
             "--scratch", str(self.directory), "--wait", str(wait_s),
         ]
 
-    def start(self, *arguments: str) -> Run:
-        self.forget()
-        with open(self.output, "ab") as file:
-            self.child = subprocess.Popen(
-                [*self.prefix, *self.command, *arguments], stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT,
-                env={**os.environ, **self.env},
-            )
-        self.pidfd = os.pidfd_open(self.child.pid)
-        return self
+    def command(self) -> list[str]:
+        return self.words

@@ -187,8 +187,7 @@ class Job(Run):
         self.script = folder / "job.sh"
 
     def start(self, *arguments: str) -> Run:
-        words = [word for setting in self.settings for word in ("--set", setting)]
-        emit = ["busrl", "launch", str(self.config), "--run-dir", str(self.directory), *words, "--emit", "slurm"]
+        emit = ["busrl", *self.command(), "--emit", "slurm"]
         self.forget()
         environment = {**os.environ, **self.env}
         self.script.write_text(subprocess.run(

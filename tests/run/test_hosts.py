@@ -217,7 +217,7 @@ def test_a_second_host_of_one_name_replaces_the_first_which_ends(
     first, second = Host(home), Host(home, place="elsewhere")
     if clock:  # of the command alone: children of it go by it
         early = "import time; time.time_ns = lambda: 10**18; from busrl.cli import main; main()"
-        second.command[1:3] = ["-c", early]
+        second.cold, second.program = True, ("-c", early)
     with running(home), running(first):
         home.until_step(3)
         with running(second):

@@ -6,12 +6,11 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import commands
 import numpy as np
 import pytest
 from service_messages import read_forward_backward_result
@@ -69,8 +68,7 @@ def test_a_client_trains_all_weights_and_samples_what_it_trained(tmp_path: Path,
 
 def export(run_dir: Path, path: str, out: Path) -> bytes:
     """The weights that `busrl export` writes."""
-    command = [sys.executable, "-m", "busrl.cli", "export", str(run_dir), path, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = commands.busrl("export", run_dir, path, "--out", out)
     assert done.returncode == 0, done.stderr
     return (out / "model.safetensors").read_bytes()
 
