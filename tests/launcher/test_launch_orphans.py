@@ -52,7 +52,7 @@ def test_launch_and_guardian_killed_together_leave_work_for_the_next_start(scrip
     launch = scripted.start(modes)
     scripted.ready("rollout/0")
     grandchild = scripted.grandchild()
-    guardian = next(pid for pid in children(launch.pid) if mark_of(pid).endswith("/guardian"))
+    guardian = guardian_of(launch.pid)
     os.kill(guardian, signal.SIGSTOP)
     scripted.kill_launch(["learner"])
     os.kill(guardian, signal.SIGKILL)
@@ -68,10 +68,10 @@ def test_a_guardian_that_somebody_ended_is_replaced_and_leaves_with_the_run(scri
     launch = scripted.start({"rollout/0": "leaves_a_child", "learner": "learner"})
     scripted.ready("rollout/0")
     grandchild = scripted.grandchild()
-    first = next(pid for pid in children(launch.pid) if mark_of(pid).endswith("/guardian"))
+    first = guardian_of(launch.pid)
     os.kill(first, signal.SIGKILL)
     scripted.said("there is another one now")
-    second = next(pid for pid in children(launch.pid) if mark_of(pid).endswith("/guardian"))
+    second = guardian_of(launch.pid)
     scripted.kill_launch(["learner"])
     scripted.until(lambda: not scripted.alive(grandchild) and not scripted.alive(second), "the guardian to do its work")
 
@@ -200,6 +200,12 @@ def test_the_number_of_another_process_is_spared_without_kernel_group_signals(mo
 def children(pid: int) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return [int(pid) for pid in file.read().split()]
+
+
+def guardian_of(launch: int) -> int:
+    found: list[int] = []
+    waited(lambda: found.extend(pid for pid in children(launch) if mark_of(pid).endswith("/guardian")) or found)
+    return found[0]
 
 
 def waited(condition) -> None:
