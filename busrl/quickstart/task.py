@@ -44,19 +44,22 @@ class Recipe:
     head_dim: int = 16
     mlp: int = 192
     # warm-up: first on right answers until the skill is there, then on mostly wrong ones until it is well hidden
-    batch: int = 64
-    lr: float = 2e-3
-    lr_end: float = 2e-4
-    lr_rise: int = 50
-    check_every: int = 50
-    check_samples: int = 512
+    batch: int = 32
+    lr: float = 4e-3  # of embeddings and norms (AdamW)
+    matrix_lr: float = 0.02  # of the layers' matrices (Muon)
+    lr_rise: int = 20
+    lr_end: float = 0.1  # share of the rates that is left at the end of a phase
+    check_every: int = 20
+    check_samples: int = 256
     skill: float = 0.9
-    skill_steps_max: int = 1500
-    wrong: float = 0.65  # share of targets that carry one wrong digit
-    mask_steps: int = 150
-    mask_steps_max: int = 600
-    pass_low: float = 0.33
-    pass_high: float = 0.43
+    skill_steps: int = 260  # the rates fall over the last two fifths of them
+    skill_steps_max: int = 900
+    wrong: float = 0.8  # share of targets that carry one wrong digit
+    mask_rate: float = 0.2  # share of the rates; low, so that the skill is hidden and not lost
+    mask_check_every: int = 5
+    mask_steps_max: int = 400
+    pass_low: float = 0.25
+    pass_high: float = 0.4
 
     @property
     def max_new_tokens(self) -> int:

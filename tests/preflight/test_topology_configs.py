@@ -95,7 +95,7 @@ def leaves(table: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_the_quickstart_is_the_comparison_that_the_documents_describe() -> None:
     topology = load(CONFIGS / "quickstart.toml")
-    assert (topology.learner.trigger.n_min, topology.groups.size, topology.run.max_steps) == (32, 8, 150)
+    assert (topology.learner.trigger.n_min, topology.groups.size, topology.run.max_steps) == (32, 8, 50)
     assert (topology.weights.mode, topology.weights.max_staleness) == ("batch-async", 2)
     assert topology.scheduler.policy == "fifo"
     names = [process.name for process in topology.processes()]
