@@ -8,7 +8,7 @@ from published figures of a quiet 2-core machine:
 
 - benchmarks/experiments/results/simulator_accuracy.json (60 steps): 37k tokens a second with 256 rows, 29k with 64; the
   learner busy for 101 ms of a step of 32 groups, for 57 ms of one of 16.
-- README.md (150 steps): 50 s, learner busy for 41 %, rollout for 88 %.
+- 150 steps of an earlier model of the quickstart: 50 s, learner busy for 41 %, rollout for 88 %.
 How a step of decoding is shared out between rows and joining sequences is that of RUN_DIR, scaled.
 """
 
@@ -26,7 +26,7 @@ from busrl.paths import RunPaths
 from busrl.topology import Topology
 
 FILE = ROOT / "configs" / "quickstart.fit.jsonl"
-PER_STEP, STRIDE = 8, 5
+PER_STEP, STRIDE = 8, 2
 SOURCE = "measured, quickstart on two cores"
 TIMES = {
     "step_s": 0.00085, "row_s": 8.2e-6, "sequence_s": 8.6e-5, "prefill_token_s": 0.0, "weights_s": 0.001,
