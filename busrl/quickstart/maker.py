@@ -62,7 +62,7 @@ def progress(title: str) -> Callable[[float, str], None]:
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """Near a matrix of the same singular vectors whose singular values are all about 1 (five Newton-Schulz steps)."""
     tall = matrix.shape[-2] > matrix.shape[-1]
-    near = matrix.mT if tall else matrix
+    near: torch.Tensor = matrix.mT if tall else matrix
     near = near / (near.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         square = near @ near.mT
