@@ -4,11 +4,11 @@
 
 A whole service of the tests' tiny model, and clients over HTTP in this process, which ask as the SDK does: a long poll
 for each sampler, a request for each result. `heartbeat` is the longest of those that a client sends every 0.1 s
-meanwhile, with this process's own delays in it. `bodies` have a number that nothing came before, so that nothing trains
-while they come. `neighbour`: a small step, alone and beside another owner, who keeps eight requests waiting. `times` is
-by the clock; `times_tuner` in CPU seconds of the tuner while the step was open: what the order of turns costs, without
-the wait for cores that clients, door and tuner share. `kills` is tests/service/sdk/crash.py, `learn` the cookbook's
-rl_loop; both need the environment of `make tinker-env`.
+meanwhile, with this process's own delays in it. `bodies` come when tuner and engine have begun, and have a number that
+nothing came before, so that nothing trains meanwhile. `neighbour`: a small step, alone and beside another owner, who
+keeps eight requests waiting. `times` is by the clock; `times_tuner` in CPU seconds of the tuner while the step was
+open: what the order of turns costs, without the wait for cores that clients, door and tuner share. `kills` is
+tests/service/sdk/crash.py, `learn` the cookbook's rl_loop; both need the environment of `make tinker-env`.
 """
 
 from __future__ import annotations
@@ -101,6 +101,18 @@ class Client:
             "optim_step", model_id=self.model, seq_id=self.number, adam_params=ADAM)
         return future
 
+    async def sampler(self) -> str:
+        """The id of a sampler with the weights of the model, which are its first request."""
+        saved = await self.ask("save_weights_for_sampler", model_id=self.model, seq_id=1, sampling_session_seq_id=0)
+        id: str = json.loads(await self.result(saved))["sampling_session_id"]
+        return id
+
+    async def sample(self, sampler: str, number: int, tokens: int) -> dict[str, Any]:
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": list(range(5, 15)) * 6}]}
+        future: dict[str, Any] = await self.ask("asample", sampling_session_id=sampler, seq_id=number, num_samples=1,
+                                                prompt=prompt, sampling_params={"max_tokens": tokens})
+        return future
+
 
 @asynccontextmanager
 async def clients(run: runs.BenchRun, *others: str) -> AsyncIterator[list[Client]]:
@@ -174,16 +186,13 @@ class Beside:
 async def measure_samples(run: runs.BenchRun, at_once: int, seconds: float) -> Figures:
     """Keep that many requests of one sample in flight."""
     async with clients(run) as (client,):
-        saved = await client.ask("save_weights_for_sampler", model_id=client.model, seq_id=1, sampling_session_seq_id=0)
-        sampler = json.loads(await client.result(saved))["sampling_session_id"]
+        sampler = await client.sampler()
         numbers, end, answered = iter(range(1 << 30)), time.monotonic() + seconds, 0
         open_requests = asyncio.Semaphore(at_once)
         tasks: set[asyncio.Task[Any]] = set()
 
         async def ask() -> None:
-            await client.ask("asample", sampling_session_id=sampler, seq_id=next(numbers), num_samples=1,
-                             prompt={"chunks": [{"type": "encoded_text", "tokens": list(range(5, 15)) * 6}]},
-                             sampling_params={"max_tokens": SAMPLED})
+            await client.sample(sampler, next(numbers), SAMPLED)
 
         async def take(name: str) -> None:
             await client.result({"request_id": name})
@@ -213,6 +222,7 @@ async def measure_samples(run: runs.BenchRun, at_once: int, seconds: float) -> F
 async def measure_bodies(run: runs.BenchRun, count: int, at_once: int, data: Sequence[bytes]) -> Figures:
     """Send requests of which none can be executed: their first number is missing."""
     async with clients(run) as (client,):
+        await client.result(await client.sample(await client.sampler(), 0, 1))
         size, gate = sum(map(len, data)), asyncio.Semaphore(at_once)
 
         async def send(seq: int) -> None:
@@ -220,7 +230,7 @@ async def measure_bodies(run: runs.BenchRun, count: int, at_once: int, data: Seq
                 await client.forward_backward(data, seq)
 
         async with Beside(run, client) as beside:
-            await asyncio.gather(*(send(2 + index) for index in range(count)))
+            await asyncio.gather(*(send(3 + index) for index in range(count)))
     return {"body_mb": round(size / 1e6, 2), "data": len(data), "bodies": count, "at_once": at_once, **beside.figures,
             "mb_per_s": round(count * size / beside.seconds / 1e6, 1),
             "door_ms_per_body": round(1000 * beside.door_s / count, 1)}
