@@ -1,6 +1,6 @@
 """Builds the C++ core of the slot ring twice: for Python as `busrl._ring`, and for everybody else as libbusrl_ring.so;
-`busrl._wire`, which drives pyzmq's libzmq for the bus and links nothing of it; `busrl._blocks` for the weights; and
-`busrl._fields`, which reads protobuf for services.
+`busrl._wire`, which drives pyzmq's libzmq for the bus and links nothing of it; `busrl._blocks` for the weights;
+`busrl._fields`, which reads protobuf for services, and `busrl._adapters`, for engines with many adapters.
 
 The library and its header lie together in `busrl/ring/capi`, in a wheel as in a source tree; see docs/c-abi.md.
 A wheel has no pages: topologies, header and README name addresses of the site instead.
@@ -97,11 +97,14 @@ setup(
             extra_compile_args=[*compile_args, "-std=c++17"],
             extra_link_args=[*link_args, "-ldl"],
         ),
-        Extension(
-            "busrl._blocks",
-            ["csrc/python/blocks.cpp"],
-            extra_compile_args=[*compile_args, "-std=c++17", *([] if DEBUG else ["-O3"])],
-            extra_link_args=link_args,
+        *(
+            Extension(
+                f"busrl._{name}",
+                [f"csrc/python/{name}.cpp"],
+                extra_compile_args=[*compile_args, "-std=c++17", *([] if DEBUG else ["-O3"])],
+                extra_link_args=link_args,
+            )
+            for name in ("blocks", "adapters")
         ),
         Extension(
             "busrl._fields",

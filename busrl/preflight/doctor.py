@@ -82,7 +82,7 @@ def _python() -> Iterator[Line]:
     recorded = next((one.version for one in metadata.distributions(name="busrl")), busrl.__version__)
     if recorded != busrl.__version__:
         yield Line("busrl", f"{PACKAGE} was installed as {recorded}", "install it again: compiled parts may be older")
-    for name in ("_ring", "_wire", "_blocks", "_fields"):
+    for name in ("_ring", "_wire", "_blocks", "_fields", "_adapters"):
         try:
             importlib.import_module(f"busrl.{name}")
         except ImportError as problem:

@@ -28,7 +28,7 @@ from syntax import (
 from busrl.topology.rewards import REWARD_KINDS
 
 # Every part of the core and the parts of the core that it imports when it runs, from the bottom to the top.
-EVERYWHERE = {"errors", "states", "capabilities", "_ring", "_wire", "_blocks", "_fields"}
+EVERYWHERE = {"errors", "states", "capabilities", "_ring", "_wire", "_blocks", "_fields", "_adapters"}
 ARROWS: dict[str, str] = {
     "errors": "", "states": "", "paths": "", "pages": "",
     "capabilities": "",

@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bases import TOKENS, train, write_base
 
+from busrl import _adapters
 from busrl.engines.base import Engine, Finished, Request
 from busrl.engines.torch.engine import TorchEngine
 from busrl.engines.torch.lora import WeightLoader
@@ -98,9 +101,11 @@ def test_rows_of_many_adapters_equal_the_run_of_each_alone(
 
 
 @pytest.mark.parametrize("prefill_tokens", [2048, 7])
+@pytest.mark.parametrize("threads", [1, 2])
 def test_an_answer_is_equal_to_the_bit_whatever_is_drawn_beside(
-    base: Path, folders: list[str], prefill_tokens: int
+    base: Path, folders: list[str], prefill_tokens: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # with more than one: batched products
     settings: dict[str, Any] = {"capacity": 24, "max_length": 64, "prefill_tokens": prefill_tokens}
     requests = [request(key, folders[key % len(folders)], length=1 + 7 * key % 39, max_new_tokens=3 + 5 * key % 11,
                         temperature=0.5 + key % 3 / 2, top_p=1 - key % 2 / 4) for key in range(24)]
@@ -112,6 +117,43 @@ def test_an_answer_is_equal_to_the_bit_whatever_is_drawn_beside(
         for finished in [results[one.key] for results in (together, few) if one.key in results]:
             assert finished.token_ids.tolist() == wanted.token_ids.tolist()
             np.testing.assert_array_equal(finished.logprobs, wanted.logprobs)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_batched_products_answer_as_rows_one_by_one(
+    base: Path, folders: list[str], fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"capacity": 8, "max_length": 64, "fast": fast}
+    one_by_one = answers(RowsEngine.load(base, **settings), crowd(folders))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for key, finished in answers(RowsEngine.load(base, **settings), crowd(folders)).items():
+        same(finished, one_by_one[key], 1e-5)
+
+
+sizes = st.integers(1, 70)
+
+
+@given(sizes, st.integers(1, 130), st.integers(0, 5), sizes, st.lists(st.integers(0, 3), min_size=1, max_size=9),
+       st.integers(1, 3))
+def test_a_row_gets_its_adapter_alone_to_the_bit(
+    inputs: int, outputs: int, more: int, width: int, places: list[int], each: int
+) -> None:
+    random = torch.Generator().manual_seed(inputs)
+    down, up = (torch.randn(4, *shape, generator=random) for shape in ((inputs, width), (width, outputs + more)))
+    rows, before = (torch.randn(len(places) * each, count, generator=random) for count in (inputs, outputs))
+
+    def added(first: int, end: int) -> torch.Tensor:
+        out, of, which = before[first * each : end * each].clone(), rows[first * each :], torch.tensor(places[first:])
+        _adapters.add(out.data_ptr(), of.data_ptr(), which.data_ptr(), down.data_ptr(), up.data_ptr(), len(out), each,
+                      inputs, width, outputs, outputs + more)
+        return out
+
+    together = added(0, len(places))
+    for row, place in enumerate(places):
+        lines = slice(row * each, (row + 1) * each)
+        assert torch.equal(together[lines], added(row, row + 1))
+        change = rows[lines].double() @ down[place].double() @ up[place, :, :outputs].double() if place else 0
+        torch.testing.assert_close(together[lines].double(), before[lines].double() + change, atol=1e-3, rtol=1e-3)
 
 
 class OneAdapter:
