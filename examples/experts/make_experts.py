@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.folder.mkdir(parents=True, exist_ok=True)
-    recipe = replace(task.Recipe(), digits_max=6, filler_slope=0.5, filler_cap=12, skill=0.35)
+    recipe = replace(task.Recipe(), digits_max=6, filler_slope=0.5, filler_cap=12, skill=0.35, check_every=10)
     train, validation = task.splits(recipe)
     for name, prompts in (("train", train), ("validation", validation)):
         lines = (json.dumps({"prompt": prompt, "answer": task.answer_of(prompt)}) + "\n" for prompt in prompts)
