@@ -9,6 +9,7 @@ SANITIZE=address,undefined (or thread) builds with those sanitizers; DEBUG=1 bui
 
 import os
 import sys
+from copy import copy
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
@@ -39,11 +40,16 @@ core = [
 ]
 
 
-ParallelCompile(default=os.cpu_count() or 1).install()  # the files of one extension
+CORES = os.cpu_count() or 1
+ParallelCompile(default=CORES).install()  # the files of one extension
 
 
 class Build(build_ext):
-    """As pybind11's, but a library for C has no Python in its name, and its header beside it."""
+    """As pybind11's, but all extensions at once; a library for C has no Python in its name, and its header beside it."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or CORES
 
     def get_ext_filename(self, fullname: str) -> str:
         if fullname.split(".")[-1] == LIBRARY.split(".")[-1]:
@@ -51,10 +57,9 @@ class Build(build_ext):
         return super().get_ext_filename(fullname)
 
     def build_extension(self, ext: Extension) -> None:
-        before = self.build_temp
-        self.build_temp = os.path.join(before, ext.name)  # both compile the calls, each in its own way
-        super().build_extension(ext)
-        self.build_temp = before
+        one = copy(self)  # other threads build the others
+        one.build_temp = os.path.join(self.build_temp, ext.name)  # two compile the calls, each in its own way
+        super(Build, one).build_extension(ext)
 
     def run(self) -> None:
         super().run()

@@ -106,13 +106,17 @@ def launch_killed(run: Run, client: Watching, model: str) -> None:
     assert json.loads(client.result(step))["metrics"]
 
 
+AGAIN = (
+    "refused connections until `busrl launch` is called again in the same directory and the door is there, before any "
+    "library of models"
+)
 # What is done to each process of the page's table, and whether connections may fail meanwhile.
 KILLS: dict[tuple[str, str], tuple[Kill, bool]] = {
     ("tinker", "waiting connections, then the same futures"): (killed_at_a_step("tinker"), False),
     ("tuner", "futures that take longer"): (killed_at_a_step("tuner"), False),
     ("rollout/N", "nothing: the call waits for the next engine"): (killed_at_a_sample, False),
     ("bus", "nothing"): (killed_at_a_step("bus"), False),
-    ("launch", "refused connections until `busrl launch` is called again in the same directory"): (launch_killed, True),
+    ("launch", AGAIN): (launch_killed, True),
 }
 
 
