@@ -45,7 +45,7 @@ ParallelCompile(default=CORES).install()  # the files of one extension
 
 
 class Build(build_ext):
-    """As pybind11's, but all extensions at once; a library for C has no Python in its name, and its header beside it."""
+    """As pybind11's, but all at once; a library for C has no Python in its name, and its header beside it."""
 
     def finalize_options(self) -> None:
         super().finalize_options()

@@ -71,7 +71,8 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class Muon:
-    """Muon for the matrices of the layers, AdamW for the rest: it needs a third of the steps that AdamW alone does."""
+    """Muon (Jordan and others, 2024) for the matrices of the layers, AdamW for the rest. It needs a third of the steps
+    that AdamW alone does."""
 
     MOMENTUM = 0.95
 
