@@ -121,6 +121,24 @@ def test_a_step_or_trainable_group_ends_the_streak_of_vain_groups(tmp_path: Path
     assert idle.streak == 0 and not idle.quarters()
 
 
+def test_groups_that_a_step_let_wait_beside_trainable_ones_are_no_streak(tmp_path: Path) -> None:
+    """Each step lasts so long that more flat groups than the limit wait at its end, with others to train."""
+    idle, flat = idling(tmp_path), range(100, 140)
+    for step in range(3):
+        idle.look(view(ready=[step], flat=flat), [*flat])
+        for draw in flat:
+            idle.set_aside(lines(0.0, 0.0), "f", sample, draw)
+        idle.look(view(ended=["ff"] * len(flat), ready=[step]), [])
+        assert (idle.streak, idle.flat.answers) == (0, 0)
+        idle.end_streak()
+    assert idle.patience == 32 * (120 + 3 + 8) // 3, "they count as groups that trainable ones take"
+    idle.look(view(flat=flat), [*flat])
+    for draw in flat:
+        idle.set_aside(lines(1.0, 1.0), "f", sample, draw)
+    idle.look(view(ended=["ff"] * len(flat)), [])
+    assert (idle.streak, idle.flat.answers) == (40, 80)
+
+
 def test_a_task_of_mostly_flat_groups_is_slow_and_not_idle(tmp_path: Path) -> None:
     """One group in twenty can be trained: a step takes five times more groups than the limit."""
     chance, idle = np.random.default_rng(0), idling(tmp_path)
