@@ -400,8 +400,8 @@ RANK_TOKENS = 512  # of a micro-batch of a rank
 
 
 class RankPeaks(NamedTuple):
-    """What a rank has held: the trainer that it had, its peaks while it loaded and published, and in bytes that of its
-    resident memory until it published."""
+    """The trainer of a rank, its peaks while it loaded and while it published, and the peak of its resident memory, in
+    bytes, until it published."""
 
     trainer: Any
     load: Peak
@@ -433,7 +433,7 @@ def rank_once(rank: int, world: int, tensor: int, folder: str, dtype: str) -> di
 
 
 def led(team: Any, settings: Any, home: Path, vocabulary: int) -> RankPeaks:
-    """What rank 0 does, which leads the others."""
+    """Measure rank 0, which leads the others."""
     from busrl.ranks.leader import Team
     from busrl.weights.shm import ShmSender
 
@@ -456,7 +456,7 @@ def led(team: Any, settings: Any, home: Path, vocabulary: int) -> RankPeaks:
 
 
 def followed(team: Any, settings: Any, rank: int) -> RankPeaks:
-    """What another rank does, until its leader closes the team."""
+    """Measure another rank, which follows until its leader closes the team."""
     from busrl.ranks.follower import Follower
     from busrl.ranks.wire import Gather
 

@@ -37,7 +37,7 @@ class Fault(Exception):
 
 
 class PlainReader:
-    """What `Reader` is, in Python: the reader that services had before."""
+    """The same as `Reader`, in Python: the reader that services had before."""
 
     def __init__(self, body: bytes, most: int, error: Callable[[int, int], BaseException]) -> None:
         self.body, self.most, self.left, self.error = body, most, most, error
@@ -180,7 +180,7 @@ def test_an_error_that_cannot_be_made_is_raised_itself() -> None:
 
 
 def outcome(body: bytes) -> tuple[object, ...]:
-    """What comes of a body: its digest, or the words of its refusal and the request that it is of."""
+    """The digest of a body, or the words of its refusal and the request that it is of."""
     try:
         asked = read_forward_backward(body)
     except BadBody as problem:
@@ -189,7 +189,7 @@ def outcome(body: bytes) -> tuple[object, ...]:
 
 
 def outcomes(bodies: list[bytes]) -> tuple[list[Any], list[Any], list[Any]]:
-    """What comes of bodies: read as they are, with their data one by one, and so by the plain reader."""
+    """The outcomes of bodies: read as they are, with their data one by one, and so by the plain reader."""
     with pytest.MonkeyPatch.context() as patch:
         as_they_are = list(map(outcome, bodies))
         patch.setattr(wire, "_columns", one_by_one)
@@ -292,7 +292,7 @@ FAULTY = [
 
 
 def words_of(data: list[bytes], loss: str) -> list[str]:
-    """What is said of data as columns and as a list, if anything."""
+    """The refusals of data as columns and as a list; none of sound ones."""
     read = read_forward_backward(request(*data)).data
     config: dict[str, float | str] = dict.fromkeys(LOSSES[loss].defaults, 1.0)
     said = []
