@@ -4,7 +4,7 @@
 reader of bodies (`wire`), used by what checks and executes them. Knows nothing of protobuf, of losses or of models.
 
 - All data of `Columns` have the same inputs, each a vector with one number for every token.
-- Nothing is copied until it is asked for; a `Datum` is made anew each time.
+- Arrays are copied when they are asked for, and not before; each look at a `Datum` makes a new one.
 """
 
 from __future__ import annotations
