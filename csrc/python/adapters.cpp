@@ -72,13 +72,25 @@ inline __attribute__((always_inline)) void add_rows(const Work& w, float* __rest
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) void add_rows_fused(const Work& w, float* low) { add_rows<Fused>(w, low); }
-void add_rows_plain(const Work& w, float* low) { add_rows<Plain>(w, low); }
-bool fuses() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+__attribute__((target("avx2,fma"))) void add_rows_fused(const Work& w, float* low) {
+    add_rows<Fused>(w, low);
+}
+void add_rows_plain(const Work& w, float* low) {
+    add_rows<Plain>(w, low);
+}
+bool fuses() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
 #else
-void add_rows_fused(const Work& w, float* low) { add_rows<Fused>(w, low); }
-void add_rows_plain(const Work& w, float* low) { add_rows_fused(w, low); }
-bool fuses() { return true; }
+void add_rows_fused(const Work& w, float* low) {
+    add_rows<Fused>(w, low);
+}
+void add_rows_plain(const Work& w, float* low) {
+    add_rows_fused(w, low);
+}
+bool fuses() {
+    return true;
+}
 #endif
 
 // add(out, x, places, down, up, rows, each, inputs, width, outputs, columns): addresses, then counts.
@@ -90,9 +102,17 @@ PyObject* add(PyObject*, PyObject* const* args, Py_ssize_t count) {
         if (PyErr_Occurred()) return nullptr;
     }
     if (n[6] == 0) return PyErr_Format(PyExc_ValueError, "each = 0: rows of a place come in ones at least");
-    Work w{reinterpret_cast<float*>(n[0]),       reinterpret_cast<const float*>(n[1]),
-           reinterpret_cast<const int64_t*>(n[2]), reinterpret_cast<const float*>(n[3]),
-           reinterpret_cast<const float*>(n[4]), n[5], n[6], n[7], n[8], n[9], n[10]};
+    Work w{reinterpret_cast<float*>(n[0]),
+           reinterpret_cast<const float*>(n[1]),
+           reinterpret_cast<const int64_t*>(n[2]),
+           reinterpret_cast<const float*>(n[3]),
+           reinterpret_cast<const float*>(n[4]),
+           n[5],
+           n[6],
+           n[7],
+           n[8],
+           n[9],
+           n[10]};
     Py_BEGIN_ALLOW_THREADS;
     std::vector<float> low(w.width);
     if (fuses()) {
