@@ -85,12 +85,13 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "busrl._ring",
-            [
-                *CALLS,
-                *(f"csrc/python/{name}.cpp" for name in ("arrays", "bulk", "hot", "module", "watch")),
-            ],
+            [*CALLS, "csrc/python/module.cpp", "csrc/python/parts.cpp"],
             include_dirs=["csrc/include"],
-            depends=[*core, *(f"csrc/python/{name}.hpp" for name in ("handle", "hot", "watch"))],
+            depends=[
+                *core,
+                *(f"csrc/python/{name}.hpp" for name in ("handle", "hot", "watch")),
+                *(f"csrc/python/{name}.cpp" for name in ("arrays", "bulk", "hot", "watch")),
+            ],
             define_macros=[("BUSRL_RING_STATIC", None)],
             cxx_std=17,
             extra_compile_args=compile_args,
