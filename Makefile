@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.busrl
+# Python compiles a module when it is first imported; most of what is installed never is.
+INSTALL := pip install -q --no-compile
+PIP    := $(BIN)/$(INSTALL) -c constraints.txt
 RUN_DIR ?= runs/demo
 # Most tests wait for processes of their own, so that several run side by side: one more than there are cores.
 WORKERS ?= $(shell expr $$(nproc) + 1)
@@ -16,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env tinker-env tinker-versions tinker-test trl-env ray-env slurm docs wheels release test-pythons
+.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env tinker-env tinker-versions tinker-test trl-env ray-env slurm docs environments wheels release test-pythons
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -84,8 +87,8 @@ bench: $(STAMP)/train ## side by side with a tuned loop, our own sync mode and T
 RIVALS ?= $(VENV)/rivals
 $(RIVALS)/.installed: benchmarks/ring/requirements.txt constraints.txt | $(BIN)/python
 	$(PYTHON) -m venv $(RIVALS)
-	$(RIVALS)/bin/pip install -q -c constraints.txt torch==2.13.0
-	-$(RIVALS)/bin/pip install -q -r benchmarks/ring/requirements.txt
+	$(RIVALS)/bin/$(INSTALL) -c constraints.txt torch==2.13.0
+	-$(RIVALS)/bin/$(INSTALL) -r benchmarks/ring/requirements.txt
 	@touch $@
 
 bench-core: $(STAMP)/train $(RIVALS)/.installed ## ring and bus against raw memory, iceoryx2, queues, Ray, TransferQueue (15 minutes)
@@ -104,12 +107,15 @@ VLLM ?= $(VENV)/vllm
 VLLM_TESTS ?= tests/vllm
 VLLM_TORCH := $(shell grep '^torch==' tools/vllm/requirements.txt)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-$(VLLM)/.installed: tools/vllm/requirements.txt pyproject.toml setup.py $(SOURCES) | $(STAMP)/system
+$(VLLM)/.packages: tools/vllm/requirements.txt | $(STAMP)/system
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/pip install -q --no-deps $(VLLM_TORCH) 2>/dev/null || \
-		$(VLLM)/bin/pip install -q --no-deps --extra-index-url $(TORCH_INDEX) $(VLLM_TORCH)
-	$(VLLM)/bin/pip install -q --no-deps -r tools/vllm/requirements.txt
-	$(VLLM)/bin/pip install -q --no-deps -e .
+	@$(VLLM)/bin/$(INSTALL) --no-deps $(VLLM_TORCH) 2>/dev/null || \
+		$(VLLM)/bin/$(INSTALL) --no-deps --extra-index-url $(TORCH_INDEX) $(VLLM_TORCH)
+	$(VLLM)/bin/$(INSTALL) --no-deps -r tools/vllm/requirements.txt
+	@touch $@
+
+$(VLLM)/.installed: $(VLLM)/.packages pyproject.toml setup.py $(SOURCES)
+	$(VLLM)/bin/$(INSTALL) --no-deps -e .
 	@touch $@
 
 vllm: $(VLLM)/.installed ## an environment with vLLM for CPUs and busrl: .venv/vllm/bin/busrl
@@ -121,7 +127,7 @@ vllm-test: $(VLLM)/.installed ## the tests that need vLLM, in an environment tha
 AGENTS ?= $(VENV)/agents
 $(AGENTS)/.installed: tools/agents/requirements.txt | $(STAMP)/system
 	@test -x $(AGENTS)/bin/python || $(PYTHON) -m venv $(AGENTS)
-	$(AGENTS)/bin/pip install -q -r tools/agents/requirements.txt
+	$(AGENTS)/bin/$(INSTALL) -r tools/agents/requirements.txt
 	@touch $@
 
 agents-env: $(AGENTS)/.installed ## an environment with verifiers and textarena for agents: .venv/agents/bin/python
@@ -130,7 +136,7 @@ agents-env: $(AGENTS)/.installed ## an environment with verifiers and textarena 
 OPENENV ?= $(VENV)/openenv
 $(OPENENV)/.installed: | $(STAMP)/system
 	@test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
-	$(OPENENV)/bin/pip install -q openenv==0.10.0
+	$(OPENENV)/bin/$(INSTALL) openenv==0.10.0
 	@touch $@
 
 openenv-env: $(OPENENV)/.installed
@@ -142,8 +148,8 @@ browser: # Chromium, for the tests of the monitor's page, which are left out whe
 ATROPOS ?= $(VENV)/atropos
 $(ATROPOS)/.installed: tools/atropos/requirements.txt constraints.txt | $(STAMP)/system
 	@test -x $(ATROPOS)/bin/python || $(PYTHON) -m venv $(ATROPOS)
-	$(ATROPOS)/bin/pip install -q -c constraints.txt -r tools/atropos/requirements.txt
-	$(ATROPOS)/bin/pip install -q --no-deps atroposlib==0.4.0
+	$(ATROPOS)/bin/$(INSTALL) -c constraints.txt -r tools/atropos/requirements.txt
+	$(ATROPOS)/bin/$(INSTALL) --no-deps atroposlib==0.4.0
 	@touch $@
 
 atropos-env: $(ATROPOS)/.installed ## an environment with atroposlib: .venv/atropos/bin/python
@@ -152,10 +158,10 @@ atropos-env: $(ATROPOS)/.installed ## an environment with atroposlib: .venv/atro
 TINKER ?= $(VENV)/tinker
 $(TINKER)/.installed: tools/tinker/requirements.txt constraints.txt | $(STAMP)/system
 	@test -x $(TINKER)/bin/python || $(PYTHON) -m venv $(TINKER)
-	@$(TINKER)/bin/pip install -q --no-deps $(VLLM_TORCH) 2>/dev/null || \
-		$(TINKER)/bin/pip install -q --no-deps --extra-index-url $(TORCH_INDEX) $(VLLM_TORCH)
-	$(TINKER)/bin/pip install -q -r tools/tinker/requirements.txt
-	$(TINKER)/bin/pip install -q --no-deps tinker-cookbook==0.6.1
+	@$(TINKER)/bin/$(INSTALL) --no-deps $(VLLM_TORCH) 2>/dev/null || \
+		$(TINKER)/bin/$(INSTALL) --no-deps --extra-index-url $(TORCH_INDEX) $(VLLM_TORCH)
+	$(TINKER)/bin/$(INSTALL) -r tools/tinker/requirements.txt
+	$(TINKER)/bin/$(INSTALL) --no-deps tinker-cookbook==0.6.1
 	@touch $@
 
 tinker-env: $(TINKER)/.installed ## an environment with Tinker's SDK and cookbook: .venv/tinker/bin/python
@@ -164,7 +170,7 @@ tinker-env: $(TINKER)/.installed ## an environment with Tinker's SDK and cookboo
 TINKER_VERSIONS ?= 0.24.1 0.25.0 0.30.4 0.34.0
 tinker-versions: $(TINKER)/.installed
 	@for version in $(TINKER_VERSIONS); do folder=$(TINKER)/versions/$$version; test -d $$folder || { \
-		$(TINKER)/bin/pip install -q --no-deps --target $$folder.part tinker==$$version && mv $$folder.part $$folder; \
+		$(TINKER)/bin/$(INSTALL) --no-deps --target $$folder.part tinker==$$version && mv $$folder.part $$folder; \
 	} || exit 1; done
 
 TINKER_TESTS ?= tests/service/test_sdk.py
@@ -175,9 +181,9 @@ tinker-test: $(TINKER)/.installed $(STAMP)/test ## Tinker's SDK and recipes, unm
 TRL ?= $(VENV)/trl
 $(TRL)/.installed: tools/trl/requirements.txt benchmarks/rivals/requirements.txt | $(STAMP)/system
 	@test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
-	@$(TRL)/bin/pip install -q --no-deps $(VLLM_TORCH) 2>/dev/null || \
-		$(TRL)/bin/pip install -q --no-deps --extra-index-url $(TORCH_INDEX) $(VLLM_TORCH)
-	$(TRL)/bin/pip install -q -r tools/trl/requirements.txt
+	@$(TRL)/bin/$(INSTALL) --no-deps $(VLLM_TORCH) 2>/dev/null || \
+		$(TRL)/bin/$(INSTALL) --no-deps --extra-index-url $(TORCH_INDEX) $(VLLM_TORCH)
+	$(TRL)/bin/$(INSTALL) -r tools/trl/requirements.txt
 	@touch $@
 
 trl-env: $(TRL)/.installed ## an environment with TRL, which trains on rollouts of a run: .venv/trl/bin/python
@@ -186,7 +192,7 @@ trl-env: $(TRL)/.installed ## an environment with TRL, which trains on rollouts 
 RAY ?= $(VENV)/ray
 $(RAY)/.installed: | $(STAMP)/system
 	@test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/pip install -q ray==2.60.0
+	$(RAY)/bin/$(INSTALL) ray==2.60.0
 	@touch $@
 
 ray-env: $(RAY)/.installed
@@ -197,17 +203,20 @@ slurm:
 DOCS ?= $(VENV)/docs
 $(DOCS)/.installed: tools/docs/requirements.txt | $(STAMP)/system
 	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/pip install -q -r tools/docs/requirements.txt
+	$(DOCS)/bin/$(INSTALL) -r tools/docs/requirements.txt
 	@touch $@
 
 docs: $(DOCS)/.installed ## the site, strictly: build/site
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --clean
 
+# What CI needs beside .venv itself, but for busrl, which is built in this tree and so not while tests use it.
+environments: $(VLLM)/.packages $(TINKER)/.installed $(DOCS)/.installed
+
 # What is published, made and tried by tools/wheels.py.
 WHEELS ?= $(VENV)/wheels
 $(WHEELS)/.installed: tools/wheels.txt | $(STAMP)/system
 	@test -x $(WHEELS)/bin/python || $(PYTHON) -m venv $(WHEELS)
-	$(WHEELS)/bin/pip install -q -r tools/wheels.txt
+	$(WHEELS)/bin/$(INSTALL) -r tools/wheels.txt
 	@touch $@
 
 wheels: $(WHEELS)/.installed ## sdist, and a wheel for each CPython from 3.10 on that is here, checked and tried: dist/
@@ -233,28 +242,30 @@ $(STAMP)/system:
 $(BIN)/python: | $(STAMP)/system
 	$(PYTHON) -m venv $(VENV)
 
-# torch first and pinned: a plain `torch` would bring gigabytes of CUDA.
+# torch is pinned: a plain `torch` would bring gigabytes of CUDA. busrl is compiled meanwhile, on another core.
 $(STAMP)/train: constraints.txt pyproject.toml setup.py $(SOURCES) | $(BIN)/python
 	@start=$$(date +%s); \
-	$(BIN)/pip install -q -c constraints.txt torch==2.13.0 && \
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,agents]' && \
+	$(PIP) torch==2.13.0 & torch=$$!; \
+	$(PIP) --no-deps -e .; built=$$?; \
+	wait $$torch && test $$built = 0 && \
+	$(PIP) 'busrl[train,agents]' && \
 	mkdir -p $(STAMP) && touch $@ && \
 	echo "installed in $$(( $$(date +%s) - start )) s"
 
 # busrl is installed by then, so its name brings the extras: `-e .` would compile it again, which takes a minute.
 # Of dashscope the vocabulary of Qwen is read, nothing is imported: so none of its own dependencies.
 $(STAMP)/real: $(STAMP)/train
-	$(BIN)/pip install -q -c constraints.txt 'busrl[train,data,rewards]'
-	$(BIN)/pip install -q -c constraints.txt --no-deps dashscope
+	$(PIP) 'busrl[train,data,rewards]'
+	$(PIP) --no-deps dashscope
 	@touch $@
 
 # The headers are for the test of examples/cpp-reward, which is left out where they can not be installed.
 $(STAMP)/test: $(STAMP)/train
 	-@sh tools/system.sh $(PYTHON) /usr/include/zmq.h:libzmq3-dev /usr/include/nlohmann/json.hpp:nlohmann-json3-dev
-	$(BIN)/pip install -q -c constraints.txt 'busrl[train,lora,adam8,data,rewards,sinks,test]'
-	$(BIN)/pip install -q -c constraints.txt --no-deps dashscope
+	$(PIP) 'busrl[train,lora,adam8,data,rewards,sinks,test]'
+	$(PIP) --no-deps dashscope
 	@touch $@
 
 $(STAMP)/lint: $(STAMP)/test
-	$(BIN)/pip install -q -c constraints.txt 'busrl[lint]'
+	$(PIP) 'busrl[lint]'
 	@touch $@
