@@ -7,9 +7,10 @@ STAMP  := $(VENV)/.busrl
 INSTALL := pip install -q --no-compile
 PIP    := $(BIN)/$(INSTALL) -c constraints.txt
 RUN_DIR ?= runs/demo
-# Most tests wait for processes of their own, so that several run side by side: one more than there are cores.
+# Most tests wait for processes of their own, so that several run side by side: one more than there are cores. A make
+# that a test starts is nobody's child: it knows nothing of this one's jobs.
 WORKERS ?= $(shell expr $$(nproc) + 1)
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
+PYTEST := env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL $(BIN)/pytest -n $(WORKERS) --dist worksteal
 # Without the copies that the tests of C++ make, which would let everything be installed again.
 SOURCES := $(shell find csrc -path csrc/build -prune -o -name '*.hpp' -print -o -name '*.cpp' -print -o -name '*.h' -print)
 # Waiting threads must not spin: on two cores that costs a busy neighbour a factor of 3 to 4.
@@ -39,7 +40,7 @@ test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (about ten mi
 	$(PYTEST) -m "not long and not slow and not soak and not vllm" --durations=40
 
 test-runs: $(STAMP)/test ## whole runs and many processes, of which other tests have the parts: kills, a full disk, lost messages, examples
-	$(PYTEST) -m "long and not slow and not soak and not vllm" $$(grep -rl --include='*.py' 'mark\.long' tests)
+	$(PYTEST) -m "long and not slow and not soak and not vllm" --durations=40 $$(grep -rl --include='*.py' 'mark\.long' tests)
 
 test-all: browser agents-env openenv-env atropos-env tinker-versions trl-env ray-env slurm test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
 	$(MAKE) -C csrc fuzz
