@@ -360,7 +360,7 @@ def test_adapters_of_experts_are_refused_and_those_beside_them_served(base: Path
     torch.testing.assert_close(logits[:1], attention.logits(IDS[:1]), atol=1e-3, rtol=1e-3)
 
 
-def test_a_layer_that_does_not_see_every_token_has_no_adapters_of_rows(base: Path, tmp_path: Path) -> None:
+def test_a_layer_that_sees_some_tokens_alone_has_no_adapters_of_rows(base: Path, tmp_path: Path) -> None:
     model = model_with(base, "some")
     worn = [Worn(model, tmp_path / str(seed), Adapter(4, seed)) for seed in (1, 2)]
     adapters = Adapters(model, GenericDecoder(model, 4, 64), 2)
