@@ -326,6 +326,8 @@ class Adapters:
         """Add to what a layer gave, a part of the stack's weight, where the model itself has called it."""
         if self._spread is None or not stack.rank or not output.numel():
             return output
+        if inputs[0].shape[:-1] == self._forward:
+            return self._added(output, stack, inputs[0], self._spread, part)
         rows = self._by_sequence(name, inputs[0])
         lines = output.reshape(*rows.shape[:-1], -1)
         return self._added(lines, stack, rows, self._spread, part).view(output.shape)
