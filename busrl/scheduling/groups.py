@@ -70,8 +70,8 @@ class Todo(NamedTuple):
 class GroupView:
     """The open groups (opened, not finished) at one instant, in the order of their draws; one array entry per group.
 
-    `unrecorded`: samples that stand in a slot without a fate, as the table was damaged from outside; `ended_fates`
-    [group, member]: the last fate of each member of the groups that were not seen finished before.
+    `unrecorded`: samples that stand in a slot without a fate, as the table was damaged from outside; `ended_draws`:
+    groups that were not seen finished before, `ended_fates` [group, member]: the last fate of each member of them.
     """
 
     def __init__(self, scanner: GroupScanner, cells: _Cells, counts: Ints) -> None:
@@ -90,7 +90,9 @@ class GroupView:
         self.closed_by = c.closed_by[keep]  # fate of a member that ended the group: trained, set aside by a rule, or 0
         self.free_slots, self.queued, self.generating = (int(counts[state]) for state in (FREE, QUEUED, GENERATING))
         self.unrecorded = c.unrecorded
-        self.ended_fates: Bytes = c.fate[:, c.opened & c.finished & ~c.ended[c.rows]].T
+        ended = c.opened & c.finished & ~c.ended[c.rows]
+        self.ended_draws: Ints = scanner._low + c.rows[ended]
+        self.ended_fates: Bytes = c.fate[:, ended].T
 
     @cached_property
     def flat(self) -> Bools:

@@ -12,6 +12,8 @@ to folders of peft's format whose names are numbers, and to the decoder. Knows n
 - On a CPU, in float32 and with the fast decoder, an answer and its log-probabilities are the same to the bit, whatever
   is drawn beside it: a step has as many rows at least as the products of this machine need for that (`steady_rows`),
   prompts are padded to whole vectors. It costs larger batches nothing.
+- Rows get their places by their order: a layer has to see all tokens of a forward in the order of the rows. Adapters of
+  layers that may not, as the experts of a mixture, are refused, and a layer that does not ends the engine.
 - The version of a token is the number of its adapter's folder; 0 is the base.
 - A folder that cannot be used refuses its requests, and nothing else.
 """
@@ -36,7 +38,7 @@ from busrl.engines.torch import lora
 from busrl.engines.torch.decoder import Decoder, FastDecoder, RowCache, WholeDecoder
 from busrl.engines.torch.engine import PREFILL_TOKENS, Index, Prefill, Sampling, TorchEngine
 from busrl.engines.torch.prefix import KeptRow
-from busrl.errors import UserError, WeightsRefused
+from busrl.errors import BugError, UserError, WeightsRefused
 from busrl.service.beside import BASE, Beside, weights_of, whole_turn
 from busrl.service.model_folders import read_into
 from busrl.service.sampling import PLACES
@@ -47,6 +49,7 @@ LEAST_RANK = 8  # that A and B are padded to: products with few columns sum in a
 SMALL = 400  # numbers: products of fewer torch takes in a loop of its own
 LOOKED_AT = 4096  # outputs of a weight: its products are tried at the start
 MOST_STEADY = 32  # rows that a step may be padded to
+EXPERTS = "experts"  # in the name of a layer: the part of the model that holds all of them
 
 
 # -- products that do not depend on what is beside a row -----
@@ -149,12 +152,14 @@ class Stack:
         self.rank = 0
 
     def part_of(self, weight: Tensor) -> int | None:
-        """The number of the part whose rows that layer's weight are; None if it lies elsewhere."""
+        """The number of the part whose rows that layer's weight are; None if it lies elsewhere, or is another layer's
+        too."""
         row_bytes = self.inputs * weight.element_size()
         begin, beyond = divmod(weight.data_ptr() - self.weight.data_ptr(), row_bytes)
-        if beyond or not 0 <= begin < self.outputs or weight.shape[1] != self.inputs:
+        rows = slice(begin, begin + len(weight))
+        if beyond or not 0 <= begin < self.outputs or weight.shape[1] != self.inputs or rows in self._parts:
             return None
-        self._parts.append(slice(begin, begin + len(weight)))
+        self._parts.append(rows)
         return len(self._parts) - 1
 
     def rows_of(self, part: int) -> slice:
@@ -182,8 +187,8 @@ class Stack:
         count, each = rows.numel() // self.inputs, rows.numel() // self.inputs // spread.rows
         _adapters.add(
             output.data_ptr(), rows.data_ptr(), spread.places.data_ptr(), self.down.data_ptr(),
-            self.up.data_ptr() + columns.start * self.up.element_size(), count, each, self.inputs,
-            len(self._parts) * self.rank, columns.stop - columns.start, self.outputs,
+            self.up.data_ptr() + columns.start * self.up.element_size(), spread.rows, len(self.down), count, each,
+            self.inputs, len(self._parts) * self.rank, columns.stop - columns.start, self.outputs,
         )
         return output
 
@@ -217,16 +222,18 @@ class Adapters:
             multiplied = [model.lm_head.weight.detach()]
             for block in decoder.blocks:
                 multiplied += [block.qkv, block.output.detach(), block.gate_up, block.down.detach()]
-        self._stacks = {weight.data_ptr(): Stack(weight, places + 1) for weight in multiplied}
+        self._stacks = [Stack(weight, places + 1) for weight in multiplied]
+        self._stack_at = {stack.weight.data_ptr(): stack for stack in self._stacks}  # for `linear`
         self._layers: dict[str, tuple[Stack, int]] = {}  # stack and part of each layer's weight, by its name
-        for name, layer in layers.items():
-            parts = ((stack, stack.part_of(layer.weight)) for stack in self._stacks.values())
-            for stack, part in parts:
-                if part is not None:
+        for place, (name, layer) in enumerate(layers.items()):
+            # Where the model calls its layers each has its own, also of those that share a weight.
+            among = self._stack_at.values() if isinstance(decoder, FastDecoder) else self._stacks[place : place + 1]
+            for stack in among:
+                if (part := stack.part_of(layer.weight)) is not None:
                     self._layers[f"{name}.weight"] = stack, part
-                    layer.register_forward_hook(partial(self._after, stack, stack.rows_of(part)))
+                    layer.register_forward_hook(partial(self._after, name, stack, stack.rows_of(part)))
                     break
-        exact = self._device.type == "cpu" and multiplied[0].dtype == torch.float32
+        exact = all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in multiplied)
         self._in_place = exact and torch.get_num_threads() == 1
         self.steady = steady_rows(multiplied) if isinstance(decoder, FastDecoder) else 0
         lines = 1 if self._in_place else steady_lines(multiplied) if self.steady else 0
@@ -236,6 +243,7 @@ class Adapters:
         width = model.base_model.layers[0].self_attn.head_dim if self.steady else SMALL
         self.least_span = -(-SMALL // width)  # positions that a step looks at
         self._spread: Spread | None = None
+        self._forward = 0, 0  # sequences and tokens of each, while there is a spread
 
     # -- places -----
 
@@ -274,11 +282,16 @@ class Adapters:
     def _load(self, folder: Path, place: int) -> None:
         adapter = lora.read(folder)
         for name, low in adapter.items():
+            if EXPERTS in name.split("."):
+                raise WeightsRefused(
+                    f"{folder}: the adapter changes {name!r}, an expert, which sees the tokens of all rows that are "
+                    "routed to it, and not whose they are; create the model with train_mlp=False"
+                )
             shape = (low.up.shape[0], low.down.shape[1])
             if name not in self._layers or self._layers[name][0].shape_of(self._layers[name][1]) != shape:
                 raise WeightsRefused(f"{folder}: the adapter changes {name!r} of shape {list(shape)}, which is not a "
                                      "linear layer of this model")
-        for stack in self._stacks.values():
+        for stack in self._stacks:
             stack.clear(place)
         for name, low in adapter.items():
             stack, part = self._layers[name]
@@ -287,9 +300,12 @@ class Adapters:
     # -- layers -----
 
     @contextlib.contextmanager
-    def using(self, spread: Spread) -> Iterator[None]:
-        """Within it the rows (or the sequences) of a forward use these places."""
-        self._spread = None if spread.plain else spread
+    def using(self, spread: Spread, sequences: int = 1, length: int = 0) -> Iterator[None]:
+        """Within it a forward of so many sequences (or rows, of one token) of this length uses these places. The length
+        of one alone may be anything."""
+        if spread.rows != sequences:
+            raise BugError(f"a forward of {sequences} rows, and places for {spread.rows}")
+        self._spread, self._forward = None if spread.plain else spread, (sequences, length)
         try:
             yield
         finally:
@@ -301,16 +317,30 @@ class Adapters:
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Product of a layer, in the place of `F.linear`, with what the adapters add."""
-        output, spread, stack = F.linear(rows, weight, bias), self._spread, self._stacks[weight.data_ptr()]
+        output, spread, stack = F.linear(rows, weight, bias), self._spread, self._stack_at[weight.data_ptr()]
         return output if spread is None or not stack.rank else self._added(output, stack, rows, spread, None)
 
     def _after(
-        self, stack: Stack, part: slice, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+        self, name: str, stack: Stack, part: slice, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
     ) -> Tensor:
         """Add to what a layer gave, a part of the stack's weight, where the model itself has called it."""
-        if self._spread is None or not stack.rank:
+        if self._spread is None or not stack.rank or not output.numel():
             return output
-        return self._added(output, stack, inputs[0], self._spread, part)
+        if inputs[0].shape[:-1] == self._forward:
+            return self._added(output, stack, inputs[0], self._spread, part)
+        rows = self._by_sequence(name, inputs[0])
+        lines = output.reshape(*rows.shape[:-1], -1)
+        return self._added(lines, stack, rows, self._spread, part).view(output.shape)
+
+    def _by_sequence(self, name: str, rows: Tensor) -> Tensor:
+        """The rows that a layer was given as [sequences, length, in]."""
+        sequences, length = self._forward
+        if sequences > 1 and len(rows) != sequences * length and tuple(rows.shape[:2]) != (sequences, length):
+            raise UserError(
+                f"{name}: rows of shape {list(rows.shape)} in a forward of {sequences} sequences of {length} tokens; a "
+                "layer that does not see every token once cannot have another adapter for each row; use engine = vllm"
+            )
+        return rows.reshape(sequences, -1, rows.shape[-1])
 
     def _added(self, output: Tensor, stack: Stack, rows: Tensor, spread: Spread, part: slice | None) -> Tensor:
         """Add what the adapters of rows [rows, in], or [sequences, length, in], change."""
@@ -408,12 +438,12 @@ class AdaptedDecoder(Decoder):
             padded = min(-(-ids.shape[1] // whole) * whole, self.cache.max_length)
             ids = F.pad(ids, (0, padded - ids.shape[1]))
             self._reserve(padded)
-        with self._adapters.using(self._filled(rows)):
+        with self._adapters.using(self._filled(rows), *ids.shape):
             self._decoder.prefill(ids, rows)
 
     def extend(self, ids: Tensor, rows: Tensor, positions: Tensor, span: int) -> None:
         self._reserve(span)
-        with self._adapters.using(self._filled(rows)):
+        with self._adapters.using(self._filled(rows), *ids.shape):
             self._decoder.extend(ids, rows, positions, span)
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
@@ -424,7 +454,7 @@ class AdaptedDecoder(Decoder):
             self._reserve(span)
             tokens = F.pad(tokens, (0, more))
             positions = F.pad(positions, (0, more), value=self.cache.room - 1)
-        with self._adapters.using(self._seated):
+        with self._adapters.using(self._seated, len(tokens), 1):
             return self._decoder.step(tokens, positions, span)[:count]
 
     def _reserve(self, span: int) -> None:

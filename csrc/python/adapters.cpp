@@ -1,7 +1,8 @@
 // What low-rank adapters add to the rows of a layer: out[row] += (x[row] A[place]) B[place], for rows of many adapters
 // in one call, on one thread.
 //
-//  * Addresses come from tensors that the caller keeps alive, whose shapes it has checked.
+//  * Addresses come from tensors that the caller keeps alive, whose shapes it has checked. How many rows there are for
+//    how many places is checked here, and that A and B have these places: no row is added another's adapter.
 //  * A row's numbers are summed in one order, whatever rows stand beside it and however many: the same to the bit.
 //  * Place 0 has no adapter: its rows stay as they are.
 //  * The interpreter's lock is given up for the whole of a call.
@@ -13,14 +14,14 @@
 
 namespace {
 
-// One call: `rows` lines of x [inputs] and of out [outputs]. A is [places, inputs, width], B [places, width, columns],
-// of which the first `outputs` columns from `up` on are used. `each`: rows in turn that have the same place.
+// One call: `rows` lines of x [inputs] and of out [outputs], `each` in turn for each of `places`. A is [stacked,
+// inputs, width], B [stacked, width, columns], of which the first `outputs` columns from `up` on are used.
 struct Work {
     float* out;
     const float* x;
     const int64_t* place;
     const float *down, *up;
-    size_t rows, each, inputs, width, outputs, columns;
+    size_t places, stacked, rows, each, inputs, width, outputs, columns;
 };
 
 // Both compile to what they are called in: the compiler has no choice between one rounding and two.
@@ -93,15 +94,29 @@ bool fuses() {
 }
 #endif
 
-// add(out, x, places, down, up, rows, each, inputs, width, outputs, columns): addresses, then counts.
+// True if the rows are those of the places, and A and B have all of these; else with an error.
+bool fits(const Work& w) {
+    if (w.places == 0 || w.rows % w.places || w.rows / w.places != w.each) {
+        PyErr_Format(PyExc_ValueError, "%zu rows are not %zu for each of %zu places", w.rows, w.each, w.places);
+        return false;
+    }
+    for (size_t i = 0; i < w.places; ++i)
+        if (w.place[i] < 0 || static_cast<size_t>(w.place[i]) >= w.stacked) {
+            PyErr_Format(PyExc_ValueError, "place %lld: adapters have places 0 to %zd",
+                         static_cast<long long>(w.place[i]), static_cast<Py_ssize_t>(w.stacked) - 1);
+            return false;
+        }
+    return true;
+}
+
+// add(out, x, place, down, up, places, stacked, rows, each, inputs, width, outputs, columns): addresses, then counts.
 PyObject* add(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    unsigned long long n[11];
-    if (count != 11) return PyErr_Format(PyExc_TypeError, "add() takes 11 numbers, got %zd", count);
-    for (int i = 0; i < 11; ++i) {
+    unsigned long long n[13];
+    if (count != 13) return PyErr_Format(PyExc_TypeError, "add() takes 13 numbers, got %zd", count);
+    for (int i = 0; i < 13; ++i) {
         n[i] = PyLong_AsUnsignedLongLong(args[i]);
         if (PyErr_Occurred()) return nullptr;
     }
-    if (n[6] == 0) return PyErr_Format(PyExc_ValueError, "each = 0: rows of a place come in ones at least");
     Work w{reinterpret_cast<float*>(n[0]),
            reinterpret_cast<const float*>(n[1]),
            reinterpret_cast<const int64_t*>(n[2]),
@@ -112,7 +127,10 @@ PyObject* add(PyObject*, PyObject* const* args, Py_ssize_t count) {
            n[7],
            n[8],
            n[9],
-           n[10]};
+           n[10],
+           n[11],
+           n[12]};
+    if (!fits(w)) return nullptr;
     Py_BEGIN_ALLOW_THREADS;
     std::vector<float> low(w.width);
     if (fuses()) {

@@ -40,12 +40,16 @@ def idling(tmp_path: Path, n_min: int = 8, idle_groups: int | str = "auto") -> I
     return made
 
 
-def view(ended: Sequence[str] = (), ready: Sequence[int] = (), flat: Sequence[int] = ()) -> Any:
-    """Groups of two that ended with these fates, and open ones that can be trained or are flat."""
+def view(
+    ended: Sequence[str] = (), ready: Sequence[int] = (), flat: Sequence[int] = (), gone: Sequence[int] = (),
+) -> Any:
+    """Groups of two that ended with these fates, and open ones that can be trained or are flat. `gone`: the numbers of
+    the first that ended."""
     draws = np.array([*ready, *flat], np.int64)
     fates = [[ord(fate) if fate != "." else 0 for fate in group] for group in ended]
     return SimpleNamespace(
         draws=draws, usable=np.ones(len(draws), np.bool_), flat=np.isin(draws, np.array(flat, np.int64)),
+        ended_draws=np.array([*gone, *range(10**9, 10**9 + len(fates) - len(gone))], np.int64),
         ended_fates=np.array(fates, np.uint8).reshape(-1, 2),
     )
 
@@ -128,15 +132,39 @@ def test_groups_that_a_step_let_wait_beside_trainable_ones_are_no_streak(tmp_pat
         idle.look(view(ready=[step], flat=flat), [*flat])
         for draw in flat:
             idle.set_aside(lines(0.0, 0.0), "f", sample, draw)
-        idle.look(view(ended=["ff"] * len(flat), ready=[step]), [])
+        idle.look(view(ended=["ff"] * len(flat), ready=[step], gone=flat), [])
         assert (idle.streak, idle.flat.answers) == (0, 0)
         idle.end_streak()
     assert idle.patience == 32 * (120 + 3 + 8) // 3, "they count as groups that trainable ones take"
     idle.look(view(flat=flat), [*flat])
     for draw in flat:
         idle.set_aside(lines(1.0, 1.0), "f", sample, draw)
-    idle.look(view(ended=["ff"] * len(flat)), [])
+    idle.look(view(ended=["ff"] * len(flat), gone=flat), [])
     assert (idle.streak, idle.flat.answers) == (40, 80)
+
+
+def test_only_groups_that_were_set_aside_beside_trainable_ones_are_left_out(tmp_path: Path) -> None:
+    idle = idling(tmp_path)
+    idle.look(view(ready=[1], flat=[9, 10]), [9, 10])
+    for draw in (9, 10):
+        idle.set_aside(lines(0.0, 0.0), "f", sample, draw)
+    idle.look(view(ended=["ll", "ff"], ready=[1], gone=[4, 9]), [])  # of two groups that ended one was set aside
+    assert (idle.streak, idle.causes, idle.flat.answers) == (1, {"l": 1}, 0)
+    idle.look(view(ended=["ff", "oo"], ready=[1], gone=[10, 11]), [])  # the other's slots came free later
+    assert (idle.streak, idle.causes, idle.flat.answers) == (2, {"l": 1, "o": 1}, 0)
+    idle.look(view(ready=[1], flat=[12]), [12])
+    idle.set_aside(lines(0.0, 0.0), "f", sample, 12)
+    idle.look(view(ended=["ff"], ready=[1], gone=[12]), [])
+    assert (idle.streak, idle.causes["f"], idle.flat.answers) == (3, 1, 2)
+
+
+def test_flat_groups_that_rested_at_the_start_are_no_streak(tmp_path: Path) -> None:
+    idle, flat = Idling(topology(idle_groups=3), RunPaths.of(tmp_path)), range(8)
+    idle.look(view(flat=flat), [*flat])  # of the reward function before it was corrected
+    for draw in flat:
+        idle.set_aside(lines(0.0, 0.0), "f", sample, draw)
+    idle.look(view(ended=["ff"] * 8 + ["ll"], gone=flat), [])
+    assert (idle.streak, idle.causes, idle.flat.answers, [*idle.quarters()]) == (1, {"l": 1}, 0, [1])
 
 
 def test_a_task_of_mostly_flat_groups_is_slow_and_not_idle(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_checkpoint_has_the_mean_of_the_run_s_own_round(
     spread = (sum((row["reward"] - mean) ** 2 for row in rows) / 31 / 32) ** 0.5
     assert figures["mean"] == pytest.approx(mean) and figures["standard_error"] == pytest.approx(spread)
     assert all(row["prompt"].endswith("=") for row in rows)
-    assert sum(row["completion"] != "" and row["finish"] == "end" for row in rows) > 24  # others are cut, or end at once
+    assert sum(row["completion"] != "" and row["finish"] == "end" for row in rows) > 24  # others are cut or end at once
 
 
 def test_the_newest_checkpoint_and_its_own_folder_evaluate_the_same(

@@ -98,7 +98,7 @@ def test_two_engines_play_checkpoints_of_the_model_that_learns(tmp_path: Path, q
                 versions = {*answer.versions.tolist()}
                 if len(versions) > 1 or min(versions) < least:  # two: a new one came while it was drawn
                     return False
-                return np.abs(scored(Path(files.model), answer) - answer.logprobs).max() > 1e-4  # else it proves nothing
+                return np.abs(scored(Path(files.model), answer) - answer.logprobs).max() > 1e-4  # or no proof
 
             run.until("a checkpoint is played", lambda: plays("rollout/1", 8))
             run.until("one before it is played", lambda: plays("rollout/3", 4))

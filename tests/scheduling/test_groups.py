@@ -287,8 +287,9 @@ def test_a_look_copies_the_fates_of_no_group_that_has_ended(table: Any) -> None:
 def test_ended_groups_are_told_once_with_the_last_fate_of_members(ring: Any) -> None:
     scanner = GroupScanner(ring.fates, G)
 
-    def ended() -> list[bytes]:
-        return sorted(bytes(row) for row in scanner.scan(ring.lines.copy()).ended_fates)
+    def ended() -> list[tuple[int, bytes]]:
+        view = scanner.scan(ring.lines.copy())
+        return list(zip(view.ended_draws.tolist(), map(bytes, view.ended_fates)))
 
     first, second = ring.put_group(0, [1.0, 0.0, 1.0, 0.0]), ring.put_group(1, [0.5] * G)
     assert ended() == []
@@ -299,4 +300,7 @@ def test_ended_groups_are_told_once_with_the_last_fate_of_members(ring: Any) -> 
         ring.end(slot, "f")
     for slot in second:
         ring.end(slot, "T")
-    assert ended() == [b"TTTT", b"ffff"] and ended() == []
+    assert ended() == [(0, b"ffff"), (1, b"TTTT")] and ended() == []
+    for slot in ring.put_group(2, [0.5] * G):
+        ring.end(slot, "f")
+    assert ended() == [(2, b"ffff")], "numbers are of the run, whatever lies behind"

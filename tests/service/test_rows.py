@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,11 +22,13 @@ from bases import TOKENS, train, write_base
 
 from busrl import _adapters
 from busrl.engines.base import Engine, Finished, Request
+from busrl.engines.torch.decoder import FastDecoder, GenericDecoder
 from busrl.engines.torch.engine import TorchEngine
 from busrl.engines.torch.lora import WeightLoader
-from busrl.service.adapters import Adapter
+from busrl.errors import BugError, UserError, WeightsRefused
+from busrl.service.adapters import Adapter, Numbers, Wearer, write_folder
 from busrl.service.engine import AdapterEngine
-from busrl.service.rows import RowsEngine
+from busrl.service.rows import Adapters, RowsEngine
 from busrl.service.sampling import Places
 from busrl.service.tenants import Tenants
 from busrl.states import Finish
@@ -144,8 +148,8 @@ def test_a_row_gets_its_adapter_alone_to_the_bit(
 
     def added(first: int, end: int) -> torch.Tensor:
         out, of, which = before[first * each : end * each].clone(), rows[first * each :], torch.tensor(places[first:])
-        _adapters.add(out.data_ptr(), of.data_ptr(), which.data_ptr(), down.data_ptr(), up.data_ptr(), len(out), each,
-                      inputs, width, outputs, outputs + more)
+        _adapters.add(out.data_ptr(), of.data_ptr(), which.data_ptr(), down.data_ptr(), up.data_ptr(), end - first, 4,
+                      len(out), each, inputs, width, outputs, outputs + more)
         return out
 
     together = added(0, len(places))
@@ -154,6 +158,18 @@ def test_a_row_gets_its_adapter_alone_to_the_bit(
         assert torch.equal(together[lines], added(row, row + 1))
         change = rows[lines].double() @ down[place].double() @ up[place, :, :outputs].double() if place else 0
         torch.testing.assert_close(together[lines].double(), before[lines].double() + change, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("places", "rows", "each"), [
+    ([1, 2], 3, 1), ([1, 2], 1, 0), ([1, 2], 4, 1), ([1], 4, 2), ([], 0, 0), ([], 2, 1), ([1, 3], 2, 1), ([-1], 1, 1),
+])
+def test_rows_that_are_not_those_of_the_places_are_refused(places: list[int], rows: int, each: int) -> None:
+    which, down, up = torch.tensor(places, dtype=torch.int64), torch.ones(3, 4, 8), torch.ones(3, 8, 4)
+    of, out = torch.ones(rows, 4), torch.zeros(rows, 4)
+    with pytest.raises(ValueError, match="place"):
+        _adapters.add(out.data_ptr(), of.data_ptr(), which.data_ptr(), down.data_ptr(), up.data_ptr(), len(places),
+                      len(down), rows, each, 4, 8, 4, 4)
+    assert not out.any()
 
 
 class OneAdapter:
@@ -247,3 +263,127 @@ def test_scores_of_a_prompt_are_those_of_its_adapter(base: Path, folders: list[s
         np.testing.assert_allclose(extra["prompt_logprobs"], wanted.gather(1, ids[1:, None])[:, 0], atol=1e-4)
         np.testing.assert_allclose(extra["prompt_top_logprobs"], wanted.topk(3).values, atol=1e-4)
         assert scored[one.key].token_ids.tolist()
+
+
+# -- models that call their layers otherwise -----
+
+
+class Between(nn.Module):
+    """An MLP that is called on other rows, or in another type, than its layer is."""
+
+    def __init__(self, mlp: Any, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = mlp.bfloat16() if how == "narrow" else mlp, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "narrow":
+            return self.inner(x.bfloat16()).to(x.dtype)
+        if self.how == "flat":
+            return self.inner(x.flatten(0, 1)).view(x.shape)
+        flat = x.flatten(0, 1).clone()  # "some": every third token only
+        flat[::3] += self.inner(flat[::3])
+        return flat.view(x.shape)
+
+
+class Mixture(nn.Module):
+    """Experts of linear layers, each of which sees the tokens whose first number has its sign."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([mlp, deepcopy(mlp)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat, out = x.flatten(0, 1), torch.zeros_like(x.flatten(0, 1))
+        for expert, its in zip(self.experts, (flat[:, 0] < 0, flat[:, 0] >= 0)):
+            out[its] = expert(flat[its])
+        return out.view(x.shape)
+
+
+def model_with(base: Path, how: str) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(base).eval()
+    first, second = model.model.layers
+    if how == "shared":
+        second.self_attn.o_proj.weight = first.self_attn.o_proj.weight
+    elif how != "plain":
+        second.mlp = Mixture(second.mlp) if how == "experts" else Between(second.mlp, how)
+    return model
+
+
+class Worn:
+    """A model's logits as training computes them with an adapter of random numbers, which is in `folder` too."""
+
+    def __init__(self, model: Any, folder: Path, shape: Adapter) -> None:
+        self._wearer, self.folder = Wearer(deepcopy(model)), str(folder)
+        self._numbers = Numbers(shape, self._wearer.sites(shape), torch.device("cpu"))
+        torch.nn.init.normal_(self._numbers.vector, std=0.2, generator=torch.Generator().manual_seed(shape.seed))
+        write_folder(folder, self._numbers, torch.float32, "base")
+
+    def logits(self, ids: Tensor) -> Tensor:
+        with torch.no_grad(), self._wearer.wearing(self._numbers):
+            return self._wearer.model(ids).logits
+
+
+IDS = torch.randint(2, TOKENS, (4, 7), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("how", ["plain", "flat", "shared", "narrow"])
+def test_rows_are_changed_as_training_changes_them_however_layers_are_called(
+    base: Path, tmp_path: Path, how: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    model = model_with(base, how)
+    worn = [Worn(model, tmp_path / str(seed), Adapter(4, seed)) for seed in (1, 2)]
+    adapters = Adapters(model, GenericDecoder(model, 4, 64), 2)
+    folders = [worn[0].folder, "", worn[1].folder, worn[0].folder]
+    unchanged = model(IDS[1:2]).logits
+    for folder in folders:
+        adapters.take(folder)
+    for length in (7, 1):
+        ids = IDS[:, :length]
+        with torch.no_grad(), adapters.using(adapters.spread(folders), 4, length):
+            logits = model(ids).logits
+        for row, which in enumerate((0, None, 1, 0)):
+            wanted = unchanged[:, :length] if which is None else worn[which].logits(ids[row : row + 1])
+            torch.testing.assert_close(logits[row : row + 1], wanted, atol=0.2 if how == "narrow" else 1e-3, rtol=1e-3)
+
+
+def test_adapters_of_experts_are_refused_and_those_beside_them_served(base: Path, tmp_path: Path) -> None:
+    model = model_with(base, "experts")
+    both, attention = (Worn(model, tmp_path / str(seed), Adapter(4, seed, mlp=seed == 1)) for seed in (1, 2))
+    adapters = Adapters(model, GenericDecoder(model, 4, 64), 2)
+    with pytest.raises(WeightsRefused, match=r"layers.1.mlp.experts.0.down_proj.*an expert.*train_mlp=False"):
+        adapters.take(both.folder)
+    adapters.take(attention.folder)
+    with torch.no_grad(), adapters.using(adapters.spread([attention.folder, ""]), 2, 7):
+        logits = model(IDS[:2]).logits
+    torch.testing.assert_close(logits[:1], attention.logits(IDS[:1]), atol=1e-3, rtol=1e-3)
+
+
+def test_a_layer_that_sees_some_tokens_alone_has_no_adapters_of_rows(base: Path, tmp_path: Path) -> None:
+    model = model_with(base, "some")
+    worn = [Worn(model, tmp_path / str(seed), Adapter(4, seed)) for seed in (1, 2)]
+    adapters = Adapters(model, GenericDecoder(model, 4, 64), 2)
+    folders = [one.folder for one in worn]
+    for folder in folders:
+        adapters.take(folder)
+    with torch.no_grad(), adapters.using(adapters.spread(folders[:1]), 1, 7):
+        torch.testing.assert_close(model(IDS[:1]).logits, worn[0].logits(IDS[:1]), atol=1e-3, rtol=1e-3)
+    with (pytest.raises(UserError, match=r"layers.1.mlp.inner.*does not see every token once"),
+          adapters.using(adapters.spread(folders), 2, 7)):
+        model(IDS[:2])
+
+
+def test_layers_that_share_a_weight_have_no_adapters_in_the_fast_decoder(base: Path, tmp_path: Path) -> None:
+    model = model_with(base, "shared")
+    worn = Worn(model, tmp_path / "1", Adapter(4, 1))
+    with pytest.raises(WeightsRefused, match=r"layers.1.self_attn.o_proj"):
+        Adapters(model, FastDecoder(model, 4, 64), 2).take(worn.folder)
+
+
+def test_a_forward_of_other_rows_than_have_places_is_refused(base: Path, folders: list[str]) -> None:
+    model = model_with(base, "plain")
+    adapters = Adapters(model, GenericDecoder(model, 4, 64), 2)
+    adapters.take(folders[1])
+    with pytest.raises(BugError, match="3 rows, and places for 2"), adapters.using(adapters.spread(folders[:2]), 3, 7):
+        model(IDS[:3])

@@ -308,9 +308,9 @@ class Idling:
       with mostly flat groups is slow, not idle: where trainable groups were rare before, the limit is the number of
       groups that RARE of them would have taken on average.
     - Groups that are dropped by a look that finds a new one to train came beside it, during a long step, and are no
-      part of a streak: their fates are read by the next look.
-    - Groups that ended before the first look of this process are not counted: a start after a correction begins at 0.
-      The share of trainable groups and the rewards are also read from the steps before the start.
+      part of a streak when they are seen to have ended.
+    - Groups that ended before the first look of this process, or are dropped by it, are not counted: a start after a
+      correction begins at 0. The share of trainable groups and the rewards are also read from the steps before it.
     - A streak of flat groups at the best reward of the run, where others were lower, ends the run as successful. The
       run cannot know whether a better reward exists, so the text gives the numbers, and says that a collapse to one
       kind of answer looks the same.
@@ -325,7 +325,8 @@ class Idling:
         self._usable = self._ended = 0  # groups in this life; those that ended unused, without the streak
         self._ready: set[int] = set()
         self._looked, self._unused = False, 0
-        self._beside = 0  # groups that the last look dropped beside a new one to train
+        self._beside: set[int] = set()  # dropped groups that are of no streak, until they are seen to have ended
+        self._begins_anew = False  # what was set aside since the last look is of no streak
         self._worst, self._best = np.inf, -np.inf  # rewards of the run
         # Lowest rewards of each seat's flat groups, whatever was trained between.
         self._newest: dict[str, deque[float]] = {name: deque(maxlen=NEWEST) for name in self._seats}
@@ -355,23 +356,26 @@ class Idling:
         """Count the groups that ended since the last view, and those that can be trained now (without `asides`, which
         are just being dropped)."""
         if self._looked:
-            vain = [
-                fates for fates in view.ended_fates if not ((fates == Fate.TRAINED) | (fates == Fate.SKIPPED)).any()
-            ]
-            self._ended += len(vain[: self._beside])
-            for fates in vain[self._beside :]:
-                self._count(cause_of(fates))
-        self._looked, self._since_look = True, FlatStreak()
-        if self._beside:
+            for draw, fates in zip(view.ended_draws.tolist(), view.ended_fates):
+                if not ((fates == Fate.TRAINED) | (fates == Fate.SKIPPED)).any():
+                    self._count(draw, cause_of(fates))
+        self._beside -= {*view.ended_draws.tolist()}
+        self._since_look = FlatStreak()
+        if self._begins_anew:
             self.flat = self._since_look
         ready = {*view.draws[view.usable & ~view.flat].tolist()} - {*asides}
         if new := len(ready - self._ready):
             self._usable += new
             self.end_streak()
-        self._ready, self._beside = ready, len(asides) if new else 0
+        beside = new > 0 or not self._looked
+        self._beside = self._beside | {*asides} if beside else self._beside - {*asides}
+        self._ready, self._looked, self._begins_anew = ready, True, beside and len(asides) > 0
 
-    def _count(self, cause: str) -> None:
+    def _count(self, draw: int, cause: str) -> None:
         """A group ended untrained."""
+        if draw in self._beside:
+            self._ended += 1
+            return
         self._unused += cause == Fate.UNUSED.letter
         if cause != Fate.UNUSED.letter or not self._unused % SELDOM:
             self.streak += 1
