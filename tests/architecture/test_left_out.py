@@ -76,6 +76,7 @@ def test_the_table_asks_for_every_part_and_a_command_has_the_rest() -> None:
     assert set(ASKING) | set(COMMANDS) == set(OPTIONAL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", OPTIONAL)
 def test_check_passes_without(part: str, tmp_path: Path) -> None:
     folder = copy_without(tmp_path, part)

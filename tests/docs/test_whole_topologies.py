@@ -24,6 +24,8 @@ from busrl.engines.base import Request
 from busrl.engines.tokens import Ids
 from busrl.states import Finish
 
+pytestmark = pytest.mark.long
+
 
 @dataclass(frozen=True)
 class Whole:

@@ -13,6 +13,8 @@ import pytest
 
 from busrl.topology.learner import Value
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE: dict[str, Any] = {"its": "own"}
 PADDED: dict[str, Any] = {"more": "rows"}

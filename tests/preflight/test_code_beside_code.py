@@ -21,6 +21,8 @@ from busrl.system import imports
 from busrl.topology import Process, ProcessName, Topology
 from busrl.topology.rewards import Reward
 
+pytestmark = pytest.mark.long
+
 NAMES = ("random", "token", "types", "queue", "tempfile", "ctypes")  # that busrl's processes import themselves
 # `code/` has files that are named; each imports its neighbour, and a package in the topology's folder.
 OWN = """import beside_it

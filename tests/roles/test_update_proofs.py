@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from busrl.engines.torch.engine import TorchEngine
 from busrl.errors import CannotTrain
 
+pytestmark = pytest.mark.long
+
 WRONG = 3  # the version at which the update goes wrong
 Tensors = dict[str, torch.Tensor]
 

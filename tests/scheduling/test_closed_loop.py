@@ -13,6 +13,8 @@ from busrl.scheduling.admission import oldest_age, window_of
 from busrl.scheduling.trigger import window_of_ready
 from busrl.topology.kinds import POLICIES
 
+pytestmark = pytest.mark.long
+
 LOOPS = settings(max_examples=15)
 PREDICTING = [name for name, kind in POLICIES.items() if kind.predicts]
 SEEDS = st.integers(0, 2**32 - 1)

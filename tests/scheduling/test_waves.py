@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from busrl.scheduling.admission import Admission, Staleness, Waves, derive
 from busrl.scheduling.trigger import LearnerPlan
 
+pytestmark = pytest.mark.long
+
 QUEUED, GENERATING, REWARDED = 2, 3, 6
 
 

@@ -20,6 +20,8 @@ from test_driver import Service, service  # noqa: F401  (a fixture: models are n
 from busrl.service.audit import audit
 from busrl.service.requests import Answer, LogReader, LogWriter, Request
 
+pytestmark = pytest.mark.long
+
 WRITES = ("pwrite", "pwritev")
 CALLS = ("open", "ftruncate", "fdatasync", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", *WRITES)
 STRIDE = 4  # tests that share the chances of a tuner
