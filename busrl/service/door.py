@@ -11,7 +11,6 @@ gets. Knows nothing of engines or tensors.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import uuid
@@ -30,7 +29,7 @@ from busrl.service.desk import Found
 from busrl.service.keys import Keys
 from busrl.service.registry import ALL_WEIGHTS, Model, Sampler, require_kind
 from busrl.service.requests import Request
-from busrl.service.routes import ACCOUNT, BODY_BYTES, Refusal, Service, Things
+from busrl.service.routes import ACCOUNT, BESIDE_BYTES, BODY_BYTES, HELD, Held, Refusal, Service, Things
 from busrl.service.runs import FILES, CheckpointRoutes, ListRoutes
 from busrl.service.sampling import Samples
 from busrl.service.sealing import require_recipients
@@ -47,8 +46,6 @@ PROTO = "application/x-protobuf"
 PARTS = ("attn", "mlp", "unembed")
 TRAINING = ("forward_backward", "optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external",
             "load_weights")
-BESIDE_BYTES = 1 << 18  # larger bodies are read beside the loop
-MOST_READ_BYTES = 1 << 29  # of larger bodies of a key that are in memory at a time
 MOST_SESSIONS, MOST_KEY = 1000, 256
 ONE_MODEL = ("all weights of {base} are trained, for one model at a time (tinker.weights), and {whose} has the place: "
              "end its session (ServiceClient.close), or load other weights into it (load_state); without a heartbeat "
@@ -220,7 +217,7 @@ class ModelRoutes:
         op, raw, things = request.path.rpartition("/")[2], await self._at.raw(request), self._at.things()
         try:
             if len(raw) > BESIDE_BYTES and op == "forward_backward":  # others may log what they make
-                taken = await asyncio.to_thread(self._read, things, op, raw)
+                taken = await self._at.beside(self._read, things, op, raw)
             else:
                 taken = self._read(things, op, raw)
         except BadBody as problem:
@@ -479,17 +476,13 @@ class Door:
     @contextlib.contextmanager
     def _reading(self, owner: str, request: web.Request) -> Iterator[None]:
         """Count a large body while it is in memory. Refusal where those of its key are too many already."""
-        unknown = BODY_BYTES if request.body_exists else 0
-        size = unknown if request.content_length is None else request.content_length
-        size = size if size > BESIDE_BYTES else 0
-        if size and self._read_bytes[owner] and self._read_bytes[owner] + size > MOST_READ_BYTES:
-            raise Refusal(429, f"{self._read_bytes[owner] >> 20} MiB of bodies of {owner} are being read, and "
-                          f"{MOST_READ_BYTES >> 20} may be", 1)
-        self._read_bytes[owner] += size
+        unknown, held = BODY_BYTES if request.body_exists else 0, Held(self._read_bytes, owner)
+        HELD.set(held)
         try:
+            held.add(unknown if request.content_length is None else request.content_length)
             yield
         finally:
-            self._read_bytes[owner] -= size
+            held.release()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:

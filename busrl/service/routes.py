@@ -3,17 +3,19 @@
 Used by the door and the routes of runs. Talks to the `Desk` for what exists. Knows nothing of which routes there are.
 
 - What belongs to another key does not exist for a client: the refusal is the same, so nobody learns of it.
+- A body counts with what it is unpacked to, before it is. So the bodies of a key that are in memory have a bound.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from aiohttp import web
 
@@ -23,14 +25,18 @@ from busrl.service.desk import Desk
 from busrl.service.folders import ServiceFolders
 from busrl.service.keys import Account
 from busrl.service.registry import FULL, AdapterOf, Model, Sampler, Session, saved, session_of
-from busrl.service.wire import unpack
+from busrl.service.wire import unpack, unpacked_bytes
 from busrl.topology.schema import Tinker
 
 BODY_BYTES = 64 << 20
+BESIDE_BYTES = 1 << 18  # larger bodies are read beside the loop
+MOST_READ_BYTES = 1 << 29  # of larger bodies of a key that are in memory at a time
+READERS = 4  # bodies that are unpacked or read beside the loop at a time: meanwhile each takes several times its size
 EPHEMERAL = "ephemeral-"  # begins the names of weights that were saved for a sampler alone
 NO_SUCH = "does not exist"
 ACCOUNT: ContextVar[Account] = ContextVar("account")  # whose request is handled, in the task that handles it
 Kind = TypeVar("Kind", bound=bodies.Fields)
+Asked, Read = ParamSpec("Asked"), TypeVar("Read")
 
 
 async def whole_body(request: web.Request) -> bytes:
@@ -50,6 +56,29 @@ class Refusal(Exception):
     def __init__(self, status: int, text: str, retry_after_s: int = 0) -> None:
         super().__init__(text)
         self.status, self.retry_after_s = status, retry_after_s
+
+
+class Held:
+    """The larger bodies of a request, while they are in memory. `of`: bytes of those of each owner."""
+
+    def __init__(self, of: Counter[str], owner: str) -> None:
+        self._of, self._owner, self._size = of, owner, 0
+
+    def add(self, size: int) -> None:
+        """Count a body. Refusal where those of other requests of its key are too many already."""
+        size = size if size > BESIDE_BYTES else 0
+        others = self._of[self._owner] - self._size
+        if size and others and others + self._size + size > MOST_READ_BYTES:
+            raise Refusal(429, f"{others >> 20} MiB of bodies of {self._owner} are being read, and "
+                          f"{MOST_READ_BYTES >> 20} may be", 1)
+        self._size += size
+        self._of[self._owner] += size
+
+    def release(self) -> None:
+        self._of[self._owner] -= self._size
+
+
+HELD: ContextVar[Held] = ContextVar("held")  # of the request that is handled
 
 
 @dataclass(frozen=True)
@@ -152,12 +181,19 @@ class Service:
         self.desk, self.where, self.settings, self.base = desk, where, settings, base
         self.paused = paused
         self.registry, self.whole = desk.registry, settings.weights == FULL
+        self._readers = asyncio.Semaphore(READERS)
+
+    async def beside(self, read: Callable[Asked, Read], *args: Asked.args, **kwargs: Asked.kwargs) -> Read:
+        """Read a body beside the loop, with few others."""
+        async with self._readers:
+            return await asyncio.to_thread(read, *args, **kwargs)
 
     async def raw(self, request: web.Request) -> bytes:
         body = await whole_body(request)
         encoding = request.headers.get("Content-Encoding", "")
         if encoding == "zstd":
-            return await asyncio.to_thread(unpack, body, BODY_BYTES)
+            HELD.get().add(unpacked_bytes(body, BODY_BYTES))
+            return await self.beside(unpack, body, BODY_BYTES)
         if encoding not in ("", "identity"):
             raise Refusal(400, f"Content-Encoding: {encoding} is not read here; zstd is, or none")
         return body

@@ -567,23 +567,48 @@ def _sorted(value: object) -> bytes:
     return msgspec.json.encode(value, order="sorted")
 
 
+def unpacked_bytes(body: bytes, limit: int) -> int:
+    """Bytes that a frame of zstd is unpacked to at most: what it says, or `limit` where it says nothing. TooLarge: more
+    than `limit`; BadBody: no frame, or no zstandard here."""
+    try:
+        told: int = _zstandard().frame_content_size(body)
+    except _zstandard().ZstdError as problem:
+        raise BadBody("body", f"no zstd: {problem}", "send a whole frame") from None
+    if told > limit:
+        raise TooLarge("body", f"more than {limit} bytes when unpacked", "send several requests")
+    return told if told >= 0 else limit
+
+
 def unpack(body: bytes, limit: int) -> bytes:
-    """Unpack a frame of zstd. TooLarge: more than `limit` bytes; BadBody: no whole frame, or no zstandard here."""
+    """Unpack a frame of zstd, to `unpacked_bytes` at most and with its faults. BadBody: the frame is not whole."""
+    zstandard, most = _zstandard(), unpacked_bytes(body, limit)
+    unpacker = zstandard.ZstdDecompressor(max_window_size=WINDOW)
+    try:
+        if zstandard.frame_content_size(body) > 0:  # at once, into memory of that size
+            whole: bytes = unpacker.decompress(body, allow_extra_data=False)
+            return whole
+        return _streamed(unpacker.decompressobj(), body, most)
+    except zstandard.ZstdError as problem:
+        raise BadBody("body", f"no zstd: {problem}", "send a whole frame") from None
+
+
+def _streamed(stream: Any, body: bytes, limit: int) -> bytes:
+    """What a frame holds whose size is not known."""
+    unpacked, size = [], 0
+    for at in range(0, len(body), PIECE):
+        unpacked.append(stream.decompress(body[at:at + PIECE]))
+        size += len(unpacked[-1])
+        if size > limit:
+            raise TooLarge("body", f"more than {limit} bytes when unpacked", "send several requests")
+    if not stream.eof or stream.unused_data:
+        raise BadBody("body", "not exactly one frame of zstd", "send a whole frame")
+    return b"".join(unpacked)
+
+
+def _zstandard() -> Any:
     try:
         import zstandard
     except ImportError:
         raise BadBody("Content-Encoding", "zstd cannot be read here: zstandard is not installed",
                       "send the body as it is, or install busrl[service]") from None
-    stream = zstandard.ZstdDecompressor(max_window_size=WINDOW).decompressobj()
-    unpacked, size = [], 0
-    try:
-        for at in range(0, len(body), PIECE):
-            unpacked.append(stream.decompress(body[at:at + PIECE]))
-            size += len(unpacked[-1])
-            if size > limit:
-                raise TooLarge("body", f"more than {limit} bytes when unpacked", "send several requests")
-    except zstandard.ZstdError as problem:
-        raise BadBody("body", f"no zstd: {problem}", "send a whole frame") from None
-    if not stream.eof or stream.unused_data:
-        raise BadBody("body", "not exactly one frame of zstd", "send a whole frame")
-    return b"".join(unpacked)
+    return zstandard

@@ -19,7 +19,6 @@ from service_messages import datum, request
 from busrl.ledger.wal import HEAD
 from busrl.service import desk as desks
 from busrl.service import door as doors
-from busrl.service import routes
 from busrl.service.desk import Desk
 from busrl.service.door import Door
 from busrl.service.folders import ServiceFolders
@@ -642,53 +641,6 @@ def test_clients_on_other_machines_compress_large_bodies(tmp_path: Path, host: s
         assert (await client.post("client/config"))[1]["proto_compress_fwdbwd"] is compresses
 
     served(tmp_path, play, host=host)
-
-
-def test_large_bodies_of_a_key_are_bounded_and_hold_nobody_else_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def play(client: Client) -> None:
-        large = b"{}".ljust(doors.BESIDE_BYTES + 2)
-
-        async def slowly(rest: asyncio.Event) -> AsyncIterator[bytes]:
-            yield large
-            await rest.wait()
-
-        status = 0
-        while status != 429:  # until the door has seen the slow one first
-            rest = asyncio.Event()
-            under_way = asyncio.ensure_future(client.post("create_session", slowly(rest)))
-            await asyncio.sleep(0)
-            status, _ = await client.post("create_session", large)
-            if status != 429:
-                rest.set()
-                await under_way
-        assert (await client.post("create_session"))[0] == 200
-        assert (await client.post("create_session", large, OTHER))[0] == 200
-        rest.set()
-        assert (await under_way)[0] == 200
-        assert (await client.post("create_session", large))[0] == 200
-
-    monkeypatch.setattr(doors, "MOST_READ_BYTES", doors.BESIDE_BYTES + 10)
-    served(tmp_path, play, key=with_other())
-
-
-@pytest.mark.parametrize("size", [1, 300, 1000, 1001, 5000])
-def test_a_body_without_a_length_is_taken_up_to_the_bound(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def play(client: Client) -> None:
-        async def pieces() -> AsyncIterator[bytes]:
-            body = b'{"session_id": "' + b"s" * size
-            for at in range(0, size, 100):
-                yield body[at : min(at + 100, size)]
-
-        status, told = await client.post("session_heartbeat", pieces())
-        assert (status, "Too Large" in told["detail"]) == ((413, True) if size > 1000 else (400, False))
-        assert (await client.post("create_session"))[0] == 200
-
-    monkeypatch.setattr(routes, "BODY_BYTES", 1000)
-    served(tmp_path, play)
 
 
 # -- all weights -----

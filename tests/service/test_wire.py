@@ -39,6 +39,7 @@ from busrl.service.wire import (
     read_forward_backward,
     sized,
     unpack,
+    unpacked_bytes,
     write_forward_backward_result,
     write_sample_result,
 )
@@ -357,16 +358,26 @@ def test_a_packed_request_of_the_sdk_means_what_the_plain_one_does(pack: Any) ->
 
 
 def test_a_body_that_unpacks_beyond_the_limit_is_stopped(pack: Any) -> None:
-    bomb = pack(bytes(1 << 30))
-    with pytest.raises(TooLarge, match="more than 1048576 bytes when unpacked"):
-        unpack(bomb, 1 << 20)
+    stream = pytest.importorskip("zstandard").ZstdCompressor(write_content_size=False)
+    for bomb in (pack(bytes(1 << 30)), stream.compress(bytes(1 << 30))):
+        with pytest.raises(TooLarge, match="more than 1048576 bytes when unpacked"):
+            unpack(bomb, 1 << 20)
 
 
-@pytest.mark.parametrize("spoil", ["half", "nothing", "other", "twice", "tail"])
+def test_a_packed_body_without_a_size_counts_the_most(pack: Any) -> None:
+    stream, body = pytest.importorskip("zstandard").ZstdCompressor(write_content_size=False), bytes(1000)
+    assert unpacked_bytes(pack(body), 5000) == 1000
+    assert unpacked_bytes(stream.compress(body), 5000) == 5000
+    assert unpack(stream.compress(body), 5000) == unpack(pack(body), 5000) == body
+
+
+@pytest.mark.parametrize("spoil", ["half", "nothing", "other", "twice", "tail", "less", "more", "none"])
 def test_what_is_not_one_frame_is_refused(pack: Any, spoil: str) -> None:
     frame = pack(np.random.default_rng(0).bytes(5000))
-    bodies = {"half": frame[:2500], "nothing": b"", "other": b"gzip" * 10, "twice": frame * 2, "tail": frame + b"x"}
-    with pytest.raises(BadBody, match="zstd"):
+    less, more = (frame[:5] + bytes([frame[5] + by]) + frame[6:] for by in (-1, 1))  # than there are
+    bodies = {"half": frame[:2500], "nothing": b"", "other": b"gzip" * 10, "twice": frame * 2, "tail": frame + b"x",
+              "less": less, "more": more, "none": frame[:4] + b"\x20\x00" + frame[7:]}
+    with pytest.raises(BadBody, match=r"zstd|more than 0 bytes"):
         unpack(bodies[spoil], 1 << 20)
 
 
