@@ -28,6 +28,7 @@ from busrl.service.requests import Answer, LogReader, LogWriter, Place, Request
 CLONE = 10**9  # numbers of a sampler's clone begin at its own multiple of this
 KEEP_S, KEEP_FETCHED_S = 86_400.0, 600.0  # answers that no client had, and those that one had
 DAY_S = 86_400
+EXECUTED = ("training", "refused")  # kinds of requests that the tuner answers
 Name = tuple[str, int]  # model or sampler, and number
 
 
@@ -136,6 +137,9 @@ class Completed:
             self._gone += 1
 
 
+NONE_COMPLETED = Completed()
+
+
 class Desk:
     """`ring` is called when a request was logged that the tuner is to execute."""
 
@@ -152,8 +156,9 @@ class Desk:
         self._forgotten: dict[str, int] = {}  # the highest number of a model whose answer was forgotten
         self._waiters: defaultdict[Name, list[asyncio.Event]] = defaultdict(list)
         self._past: defaultdict[str, Spans] = defaultdict(Spans)  # by sampler: numbers whose answers were forgotten
-        self._completed: defaultdict[Name, Completed] = defaultdict(Completed)  # by sampler and clone
-        self.waiting_bytes: defaultdict[str, int] = defaultdict(int)  # of requests without an answer, by model
+        self._completed: dict[Name, Completed] = {}  # by sampler and clone that has an answer
+        self.waiting: Counter[str] = Counter()  # requests without an answer, by model
+        self.waiting_bytes: Counter[str] = Counter()  # of their records
         self.under_way = UnderWay()
         self._tokens: Counter[tuple[str, int]] = Counter()  # by owner, and day since 1970
         self._decode_request = msgspec.msgpack.Decoder(Request).decode
@@ -171,7 +176,7 @@ class Desk:
         request.at = round(time.time(), 3)
         self._add(request, self._requests.write(request))
         self._logged += 1
-        if request.kind in ("training", "refused"):
+        if request.kind in EXECUTED:
             self._ring()
         elif request.kind == "session":
             self.census.heard(request.id)
@@ -210,12 +215,16 @@ class Desk:
         self.registry.add(request, place)
         self.census.logged(request)
         name = request.id, request.seq
-        if request.kind == "training":
-            self.waiting_bytes[request.id] += len(request.body)
+        if request.kind in EXECUTED and name not in self._answers:
+            self._count_waiting(request.id, 1, place.size)
         elif request.kind == "sample":
             self.under_way.add(name, self._owner(request.id), request.about.get("samples", 1))
         if request.tokens:
             self._tokens[self._owner(request.id), int(request.at // DAY_S)] += request.tokens
+
+    def _count_waiting(self, model: str, requests: int, size: int) -> None:
+        self.waiting[model] += requests
+        self.waiting_bytes[model] += size
 
     def _owner(self, id: str) -> str:
         return (self.registry.models.get(id) or self.registry.samplers[id]).owner
@@ -236,12 +245,12 @@ class Desk:
         self._answers[name] = found
         self._kept.append((time.monotonic(), name))
         if (sampler := self.registry.samplers.get(answer.id)) is not None:
-            self._completed[answer.id, answer.seq // CLONE].add(name)
+            self._completed.setdefault((answer.id, answer.seq // CLONE), Completed()).add(name)
             self.under_way.remove(name)
             if answer.tokens:
                 self._tokens[sampler.owner, int(answer.at // DAY_S)] += answer.tokens
         elif (model := self.registry.models.get(answer.id)) and (numbered := model.requests.get(answer.seq)):
-            self.waiting_bytes[answer.id] -= min(numbered.place.size, self.waiting_bytes[answer.id])
+            self._count_waiting(answer.id, -1, -numbered.place.size)
         self.census.answered(answer)
         self._wake(name)
         self._wake((answer.id, -1 - answer.seq // CLONE))
@@ -304,9 +313,9 @@ class Desk:
     async def completions(self, sampler: str, clone: int, cursor: int, hold_s: float) -> tuple[list[Name], int]:
         """The requests of a sampler's clone that were answered beyond the first `cursor`, waiting for one; and how many
         were answered in all."""
-        completed = self._completed[sampler, clone]
-        if completed.end <= cursor:
+        if (completed := self._completed.get((sampler, clone))) is None or completed.end <= cursor:
             await self._news((sampler, -1 - clone), hold_s)
+        completed = self._completed.get((sampler, clone), NONE_COMPLETED)
         return completed.since(cursor), max(cursor, completed.end)
 
     async def _news(self, name: Name, hold_s: float) -> None:

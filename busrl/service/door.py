@@ -29,7 +29,17 @@ from busrl.service.desk import Found
 from busrl.service.keys import Keys
 from busrl.service.registry import ALL_WEIGHTS, Model, Sampler, require_kind
 from busrl.service.requests import Request
-from busrl.service.routes import ACCOUNT, BESIDE_BYTES, BODY_BYTES, HELD, Held, Refusal, Service, Things
+from busrl.service.routes import (
+    ACCOUNT,
+    BESIDE_BYTES,
+    BODY_BYTES,
+    HELD,
+    NO_SUCH,
+    Held,
+    Refusal,
+    Service,
+    Things,
+)
 from busrl.service.runs import FILES, CheckpointRoutes, ListRoutes
 from busrl.service.sampling import Samples
 from busrl.service.sealing import require_recipients
@@ -46,7 +56,8 @@ PROTO = "application/x-protobuf"
 PARTS = ("attn", "mlp", "unembed")
 TRAINING = ("forward_backward", "optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external",
             "load_weights")
-MOST_SESSIONS, MOST_KEY = 1000, 256
+MOST_SESSIONS, MOST_KEY, MOST_WHY = 1000, 256, 900
+MOST_WAITING = 4096  # requests of a model that the tuner has not answered
 ONE_MODEL = ("all weights of {base} are trained, for one model at a time (tinker.weights), and {whose} has the place: "
              "end its session (ServiceClient.close), or load other weights into it (load_state); without a heartbeat "
              "the place is free after {silence:g} s")
@@ -71,6 +82,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def written(metadata: bodies.Metadata) -> bytes:
     """A client's own words for the log, which knows fewer numbers than JSON does."""
     return msgspec.json.encode(metadata) if metadata else b""
+
+
+def refused(name: tuple[str, int], op: str, meaning: bytes, problem: Exception) -> Request:
+    """The record of a request whose future fails."""
+    return Request("refused", *name, op, meaning, about={"why": str(problem)[:MOST_WHY]})
 
 
 class SessionRoutes:
@@ -116,6 +132,8 @@ class SessionRoutes:
     async def _create_session(self, request: web.Request) -> web.Response:
         body, owner = await self._at.body(request, bodies.CreateSession), self._at.things().account.name
         key = request.headers.get("X-Idempotency-Key", "")[:MOST_KEY] or uuid.uuid4().hex
+        if not (key.isascii() and key.isprintable()):
+            raise Refusal(400, f"X-Idempotency-Key: {key!r} is not of printable ASCII; send a UUID")
         if (owner, key) not in self._at.registry.by_key:
             if sum(map(self._at.goes_on, self._at.things().sessions())) >= MOST_SESSIONS:
                 raise Refusal(400, f"{MOST_SESSIONS} sessions are open; close some (ServiceClient.close)")
@@ -223,8 +241,7 @@ class ModelRoutes:
         except BadBody as problem:
             if problem.request is None:
                 raise
-            model, seq = problem.request
-            taken = Request("refused", model, seq, op, digest(op, raw), about={"why": str(problem)})
+            taken = refused(problem.request, op, digest(op, raw), problem)
         self._take(things, taken)
         await self._at.desk.durable()
         return web.json_response({"request_id": f"{taken.id}:{taken.seq}", "model_id": taken.id})
@@ -237,7 +254,7 @@ class ModelRoutes:
             try:
                 check(asked.data, asked.loss_fn, asked.config, self._at.settings.context, self._at.base.vocabulary)
             except UserFault as problem:
-                return Request("refused", *name, op, meaning, about={"why": str(problem)})
+                return refused(name, op, meaning, problem)
             return Request("training", *name, op, meaning, raw, tokens=asked.tokens)
         body: Any = read_body(bodies.BODIES[op], raw)
         if op == "load_weights":
@@ -261,8 +278,8 @@ class ModelRoutes:
         try:  # whether the path is there is known when its turn comes: a save may wait before it
             things.require_not_anothers(body.path)
         except Refusal:
-            why = {"why": f"{body.path} does not exist"}
-            return Request("refused", body.model_id, body.seq_id, "load_weights", meaning, about=why)
+            nothing = Refusal(404, f"{body.path} {NO_SUCH}")
+            return refused((body.model_id, body.seq_id), "load_weights", meaning, nothing)
         return Request("training", body.model_id, body.seq_id, "load_weights", meaning, raw)
 
     def _loaded(self, things: Things, body: bodies.LoadWeights) -> str:
@@ -295,12 +312,17 @@ class ModelRoutes:
             raise Refusal(400, f"{model.id} is over: all weights of {self._at.base.name} are trained, for one model at "
                           "a time, and a later one has begun; load what this one saved into a new model")
         things.require_tokens()
-        room = self._at.settings.pending_mb << 20
         # What all others wait for must come in, however much they are.
-        is_next = request.seq == model.first or self._at.desk.is_answered((model.id, request.seq - 1))
-        if self._at.desk.waiting_bytes[model.id] + len(request.body) > room and not is_next:
-            raise Refusal(429, f"{model.id} has {self._at.settings.pending_mb} MiB of requests that wait", 1)
+        if request.seq != model.first and not self._at.desk.is_answered((model.id, request.seq - 1)):
+            self._require_room(model.id, len(request.body))
         self._at.desk.log(request)
+
+    def _require_room(self, model: str, size: int) -> None:
+        desk, most = self._at.desk, self._at.settings.pending_mb
+        if desk.waiting_bytes[model] + size > most << 20:
+            raise Refusal(429, f"{model} has {most} MiB of requests that wait (tinker.pending_mb)", 1)
+        if desk.waiting[model] >= MOST_WAITING:
+            raise Refusal(429, f"{model} has {MOST_WAITING} requests that wait", 1)
 
     async def _weights_info(self, request: web.Request) -> web.Response:
         adapter = self._at.things().adapter((await self._at.body(request, bodies.WeightsInfo)).tinker_path)

@@ -3,8 +3,9 @@
 Reads and writes protobuf by hand. Knows the fields of the messages, nothing of HTTP, models or losses.
 
 - What the interface does not name is ignored: other numbers, and known numbers of another kind.
-- Time and memory are bounded: `MOST_FIELDS` in a request, `DENSE_BYTES` of tensors, the caller's limit for zstd.
-- A fault below the outermost level is a `BadBody` with the request's model and number: its future fails, with no gap.
+- Time and memory are bounded: `MOST_FIELDS` in a request, `DENSE_BYTES` of tensors, the caller's limit for zstd. Of a
+  text its beginning is read: none that means something is longer.
+- A fault behind the request's model and number is a `BadBody` that has them: its future fails, with no gap.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from codecs import utf_8_decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -28,6 +32,8 @@ Array = npt.NDArray[Any]
 Bounds = tuple[int, int]  # of a field's bytes in the body
 
 MOST_DATA, MOST_INPUTS, MOST_SETTINGS, MOST_AXES, MOST_FIELDS = 1024, 16, 64, 2, 1 << 19
+MOST_TEXT: Final = 100  # bytes of a name or a setting
+MOST_ID: Final = 400  # more than an id may have
 DENSE_BYTES: Final = 256 << 20  # of all tensors of a request
 PIECE: Final = 512  # bytes of zstd at a time: each block of 4 bytes may become 128 KiB
 WINDOW: Final = 1 << 27
@@ -111,16 +117,29 @@ class Message:
     def __init__(self, body: bytes, most: int | None = None) -> None:
         self.body, self._reader = body, Reader(body, MOST_FIELDS if most is None else most, _fault)
         self.fields, self.numbers, self.rows = self._reader.fields, self._reader.numbers, self._reader.rows
+        self._room = DENSE_BYTES
 
     def again(self) -> Message:
         """Another one of these bytes, which may have as many fields from here on; this one counts none of them."""
         return Message(self.body, self._reader.left)
 
-    def text(self, start: int, stop: int, field: str) -> str:
+    def merged(self, places: Iterable[Bounds]) -> Iterator[tuple[int, int, int]]:
+        """Fields of a message that comes in pieces, which make one."""
+        return chain.from_iterable(self.fields(at, end) for at, end in places)
+
+    def take(self, size: int) -> None:
+        """Have room for a tensor. BadBody: there are too many."""
+        self._room -= size
+        if self._room < 0:
+            raise BadBody("", f"tensors of more than {DENSE_BYTES >> 20} MiB in all", "send several requests")
+
+    def text(self, start: int, stop: int, field: str, most: int = MOST_TEXT) -> str:
+        """A text, or its first bytes without a character that is cut."""
         try:
-            return self.body[start:stop].decode()
+            text, _ = utf_8_decode(self.body[start : min(stop, start + most)], "strict", stop - start <= most)
         except UnicodeDecodeError:
             raise BadBody(field, "no UTF-8", "send text") from None
+        return text
 
     def double(self, start: int) -> float:
         (value,) = struct.unpack_from("<d", self.body, start)
@@ -151,27 +170,32 @@ class _Outline:
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
     """A request from its bytes. BadBody: it cannot be read; has the model and number if those could."""
-    message = Message(body)
-    outline, places, settings = _outlined(message)
-    if not IDENTIFIER.fullmatch(outline.model_id):
-        raise BadBody("model_id", f"{outline.model_id[:100]!r} is no id of a model", "send one of create_model")
-    if not 1 <= outline.seq_id <= LAST_NUMBER:
-        raise BadBody("seq_id", f"{outline.seq_id} is not within 1 and {LAST_NUMBER}", "number requests from 1")
+    message, outline = Message(body), _Outline()
     try:
+        places, settings = _outlined(message, outline)
+        _require_number(outline)
         if not 1 <= outline.count <= MOST_DATA:
             raise BadBody("data", f"{outline.count} data; 1 to {MOST_DATA} in one request", "send several requests")
         config, data = _config(message, settings), _data(message, places)
     except BadBody as problem:
-        problem.request = outline.model_id, outline.seq_id
+        with suppress(BadBody):
+            _require_number(outline)
+            problem.request = outline.model_id, outline.seq_id
         raise
     return ForwardBackward(
         outline.model_id, outline.seq_id, data, outline.loss_fn, config, outline.forward_only
     )
 
 
-def _outlined(message: Message) -> tuple[_Outline, list[Bounds], list[tuple[int, int, int]]]:
-    """The outermost level, the places of at most MOST_DATA data, and those of the settings of the loss."""
-    outline = _Outline()
+def _require_number(outline: _Outline) -> None:
+    if not IDENTIFIER.fullmatch(outline.model_id):
+        raise BadBody("model_id", f"{outline.model_id[:100]!r} is no id of a model", "send one of create_model")
+    if not 1 <= outline.seq_id <= LAST_NUMBER:
+        raise BadBody("seq_id", f"{outline.seq_id} is not within 1 and {LAST_NUMBER}", "number requests from 1")
+
+
+def _outlined(message: Message, outline: _Outline) -> tuple[list[Bounds], list[tuple[int, int, int]]]:
+    """Read the outermost level; returns the places of at most MOST_DATA data, and those of the settings of the loss."""
     places: list[Bounds] = []
     settings: list[tuple[int, int, int]] = []
     for key, start, stop in message.fields(0, len(message.body)):
@@ -182,16 +206,16 @@ def _outlined(message: Message) -> tuple[_Outline, list[Bounds], list[tuple[int,
             elif outline.model_id and outline.seq_id:
                 break  # what is behind cannot make it right
         elif key == MODEL_ID:
-            outline.model_id = message.text(start, stop, "model_id")
+            outline.model_id = message.text(start, stop, "model_id", MOST_ID)
         elif key == SEQ_ID:
             outline.seq_id = start
         elif key == LOSS_FN:
-            outline.loss_fn = message.text(start, min(stop, start + 100), "loss_fn")
+            outline.loss_fn = message.text(start, stop, "loss_fn")
         elif key == FORWARD_ONLY:
             outline.forward_only = bool(start)
         elif key in (CONFIG, CONFIG_V2) and len(settings) <= 2 * MOST_SETTINGS:
             settings.append((key, start, stop))
-    return outline, places, settings
+    return places, settings
 
 
 def _config(message: Message, settings: Sequence[tuple[int, int, int]]) -> dict[str, float | str]:
@@ -235,16 +259,12 @@ def _data(message: Message, places: Sequence[Bounds]) -> Sequence[Datum]:
 
 def _one_by_one(message: Message, places: Sequence[Bounds]) -> list[Datum]:
     """Data of any form. BadBody names the first that is none, and its field."""
-    data, size = [], 0
+    data = []
     for index, (start, stop) in enumerate(places):
         try:
-            datum = _datum(message, start, stop)
+            data.append(_datum(message, start, stop))
         except BadBody as problem:
             raise problem.within(f"data[{index}]") from None
-        data.append(datum)
-        size += sum(array.nbytes for array in datum.inputs.values())
-        if size > DENSE_BYTES:
-            raise BadBody("data", f"tensors of more than {DENSE_BYTES >> 20} MiB", "send several requests")
     return data
 
 
@@ -298,7 +318,7 @@ def _in_order(message: Message, places: Array, owners: Array, count: int) -> tup
     """Names of the inputs, the same for each of `count` data, and the order that sorts entries by datum and name."""
     written = [message.body[start:stop] for start, stop in places.tolist()]
     names = sorted(set(written))
-    _require(0 < len(names) <= MOST_INPUTS and max(map(len, names)) <= 100 and names[0])
+    _require(0 < len(names) <= MOST_INPUTS and max(map(len, names)) <= MOST_TEXT and names[0])
     numbers = {name: number for number, name in enumerate(names)}
     cells = owners * len(names) + np.array([numbers[name] for name in written])
     order = np.argsort(cells)
@@ -354,40 +374,41 @@ def _chunk(message: Message, at: int, end: int) -> Array:
 
 def _input(message: Message, at: int, end: int) -> tuple[str, Array]:
     """An entry of loss_fn_inputs."""
-    name, place = "", (at, at)
+    name, places = "", list[Bounds]()
     for key, start, stop in message.fields(at, end):
         if key == KEY:
-            name = message.text(start, min(stop, start + 100), "loss_fn_inputs")
+            name = message.text(start, stop, "loss_fn_inputs")
         elif key == VALUE:
-            place = start, stop
+            places.append((start, stop))
     try:
-        return name, _tensor(message, *place)
+        return name, _tensor(message, places)
     except BadBody as problem:
         raise problem.within(f"loss_fn_inputs[{name!r}]") from None
 
 
-def _tensor(message: Message, at: int, end: int) -> Array:
+def _tensor(message: Message, places: Iterable[Bounds]) -> Array:
     """A tensor as int64 or float32 of at most two axes; a sparse one is unfolded."""
     code, shape = 0, []
-    dense, sparse = (at, at), (0, 0)
-    for key, start, stop in message.fields(at, end):
+    dense, sparse = (0, 0), list[Bounds]()
+    for key, start, stop in message.merged(places):
         if key == DENSE:
-            dense, sparse = (start, stop), (0, 0)
+            dense, sparse = (start, stop), []
         elif key == DTYPE:
             code = start
         elif key == SHAPE:
             shape += message.numbers(start, stop, MOST_AXES + 1)
         elif key == SPARSE:
-            sparse = start, stop
+            sparse.append((start, stop))
         elif key == UNPACKED_SHAPE:
             shape.append(start)
         if len(shape) > MOST_AXES:
             raise BadBody("shape", f"more than {MOST_AXES} axes", "send one or two")
     if code not in DTYPES:
         raise BadBody("dtype", f"{code} is not 1 (float32), 2 (int64), 3 (int32) or 4 (bfloat16)", "send one of them")
-    if sparse[1]:
+    if sparse:
         return _unfolded(message, sparse, code, shape)
     array = _widened(message.array(*dense, DTYPES[code], "dense"), code)
+    message.take(array.nbytes)
     if shape and (math.prod(shape) != array.size or max(shape) > DENSE_BYTES):
         raise BadBody("shape", f"{_shown(shape)} is not that of {array.size} numbers", "send the tensor's own")
     return array.reshape(shape) if len(shape) > 1 else array
@@ -400,10 +421,10 @@ def _widened(array: Array, code: int) -> Array:
     return array.astype(np.int64) if code == INT32 else array
 
 
-def _unfolded(message: Message, place: Bounds, code: int, shape: list[int]) -> Array:
+def _unfolded(message: Message, places: Iterable[Bounds], code: int, shape: list[int]) -> Array:
     """A matrix from its compressed rows; cells that are not listed are 0."""
     values = rows = columns = np.zeros(0, np.int64)
-    for key, start, stop in message.fields(*place):
+    for key, start, stop in message.merged(places):
         if key == VALUES:
             values = _widened(message.array(start, stop, DTYPES[code], "values"), code)
         elif key == ROWS:
@@ -420,6 +441,7 @@ def _unfolded(message: Message, place: Bounds, code: int, shape: list[int]) -> A
         raise BadBody("values", f"{values.size} values for {columns.size} columns", "send one for each")
     if columns.size and not (columns.min() >= 0 and columns.max() < shape[1]):
         raise BadBody("col_indices", f"a column is outside of 0 to {shape[1] - 1}", "send columns of the shape")
+    message.take(math.prod(shape) * (4 if code in (FLOAT32, BFLOAT16) else 8))
     return _scattered(np.repeat(np.arange(shape[0]), np.diff(rows)), columns, values, shape, code)
 
 

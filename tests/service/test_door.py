@@ -94,6 +94,15 @@ class Client:
             raw = await response.read()
             return response.status, json.loads(raw) if raw and response.content_type == "application/json" else raw
 
+    async def spoken(self, *lines: bytes) -> int:
+        """The status of a request without a body that is sent as it is."""
+        reader, writer = await asyncio.open_connection(self._server.host, self._server.port)
+        head = b"Host: here", b"X-API-Key: tml-right", b"Connection: close", b"Content-Length: 0"
+        writer.write(b"\r\n".join((*lines, *head, b"", b"")))
+        status = int((await reader.readline()).split()[1])
+        writer.close()
+        return status
+
     async def redirected(self, path: str) -> tuple[int, str]:
         """Status and address of a redirection."""
         url = self._server.make_url(f"/api/v1/{path}")
@@ -268,6 +277,29 @@ def test_a_wrong_key_is_refused_everywhere_but_at_the_health(tmp_path: Path) -> 
     served(tmp_path, play)
 
 
+@pytest.mark.parametrize("key", [b"\xff", "é".encode(), b"a\tb", "\U0001f600".encode()])
+def test_the_key_of_a_call_is_of_plain_letters(key: bytes, tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        assert await client.spoken(b"POST /api/v1/create_session HTTP/1.1", b"X-Idempotency-Key: " + key) == 400
+        assert client.warned == [] and client.logged() == []
+
+    served(tmp_path, play)
+
+
+@pytest.mark.parametrize("path", [
+    "sessions/%ff", "samplers/%ff%00", "training_runs/%ff/checkpoints/weights/%ff/archive", "sessions?limit=%ff",
+    "files/%ff/weights/%ff/%ff?expires=%ff&signature=%ff", "files/%ed%a0%80/weights/a/b?signature=%ed%a0%80",
+    "files/\xff/weights/a/b?signature=\xff", "sessions/\xff",
+])
+def test_an_address_that_is_no_text_is_the_clients_fault(path: str, tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        for header in (b"Accept: \xff", b"X-API-Key: \xff", b"Content-Encoding: \xff"):
+            assert 400 <= await client.spoken(f"GET /api/v1/{path} HTTP/1.1".encode("latin1"), header) < 500
+            assert client.warned == []
+
+    served(tmp_path, play)
+
+
 def test_a_session_is_made_once_for_a_call(tmp_path: Path) -> None:
     async def play(client: Client) -> None:
         made = [await client.post("create_session", **{"X-Idempotency-Key": key}) for key in ("a", "a", "b")]
@@ -292,6 +324,37 @@ def test_the_next_number_has_room_however_much_waits(tmp_path: Path) -> None:
         assert (await client.post("save_weights", saves[1]))[0] == 200
 
     served(tmp_path, play, pending_mb=1)
+
+
+def test_small_requests_that_wait_have_a_bound_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(client: Client) -> None:
+        model, wrong = await client.model(), {"adam_params": {"eps": 0}}
+        asked = [{"model_id": model, "seq_id": seq, **wrong} for seq in range(1, 8)]
+        assert [(await client.post("optim_step", body))[0] for body in asked[2:]] == [200, 200, 200, 200, 429]
+        assert [(await client.post("optim_step", body))[0] for body in asked[:2]] == [200, 429]
+        client.answer(model, 1, state="user")
+        assert [(await client.post("optim_step", body))[0] for body in asked[1:3]] == [200, 200]
+
+    monkeypatch.setattr(doors, "MOST_WAITING", 4)
+    served(tmp_path, play)
+
+
+@pytest.mark.parametrize("name", ["x" * 1_000_000, "\0" * 1_000_000, "é" * 500_000])
+def test_why_a_request_is_refused_is_told_in_few_words(name: str, tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model, ones = await client.model(), np.ones(2, np.float32)
+        wrong = datum([1, 2], **{f"{number}{name}": ones for number in range(16)})
+        right = datum([1, 2], target_tokens=np.array([2, 3]), weights=ones)
+        bodies = [
+            request(right, model=model, seq=1, loss=name), request(right, model=model, seq=2, config={name: name}),
+            request(right, model=model, seq=3, config={"clip_low_threshold": name}),
+            request(wrong, model=model, seq=4),
+        ]
+        assert [(await client.post("forward_backward", body))[0] for body in bodies] == [200] * 4
+        assert [request.kind for request in client.logged()[2:]] == ["refused"] * 4
+        assert max(len(request.about["why"].encode()) for request in client.logged()[2:]) < 2000
+
+    served(tmp_path, play)
 
 
 def test_an_ephemeral_save_makes_a_sampler(tmp_path: Path) -> None:

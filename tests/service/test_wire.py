@@ -19,6 +19,7 @@ from service_messages import (
     chunk,
     compressed,
     datum,
+    ints,
     loss_input,
     read_forward_backward_result,
     read_sample_result,
@@ -171,6 +172,9 @@ NUMBERED = {  # fault -> body, and words of the refusal; model and number can be
     "a setting that is no text": (HEAD + sized(3, SUPERVISED) + sized(7, sized(1, b"\xff"), sized(2, b"\x12\x00")),
                                   "loss_fn_config: no UTF-8"),
     "a setting cut short": (HEAD + sized(3, SUPERVISED) + sized(5, b"\x11abc"), "longer than its message"),
+    "a loss that is no text": (HEAD + sized(3, SUPERVISED) + sized(4, b"\xff"), "loss_fn: no UTF-8"),
+    "cut short": (request(SUPERVISED)[:-2], "longer than its message"),
+    "cut in a number": (request(SUPERVISED) + b"\x80", "a number that does not end"),
     "many settings": (HEAD + sized(3, SUPERVISED) + sized(5, b"") * 200, "more than 64 settings"),
 }
 
@@ -190,8 +194,8 @@ def test_a_fault_names_its_datum_and_field() -> None:
 UNNUMBERED = {
     "nothing": (b"", "model_id: '' is no id"),
     "JSON": (b'{"model_id": "s:train:0", "seq_id": 1}', "kind 3"),
-    "cut short": (request(SUPERVISED)[:-2], "longer than its message"),
-    "cut in a number": (request(SUPERVISED) + b"\x80", "a number that does not end"),
+    "cut before the number": (request()[:11], "seq_id: 0 is not within 1"),
+    "a number and no model": (counted(2, 1) + sized(4, b"\xff"), "loss_fn: no UTF-8"),
     "number 0": (request(SUPERVISED, seq=0), "seq_id: 0 is not within 1"),
     "number -1": (request(SUPERVISED, seq=-1), "is not within 1"),
     "number 2^31": (request(SUPERVISED, seq=2**31), "is not within 1"),
@@ -222,6 +226,29 @@ def test_sparse_tensors_of_a_request_unfold_into_bounded_memory(monkeypatch: pyt
     monkeypatch.setattr(wire, "DENSE_BYTES", 1 << 12)
     matrix = sparse(ONES, [0, 1, 2], [0, 1], (2, 200))  # 1,600 bytes each, from some 60
     assert "tensors of more than" in str(refusal(request(*[datum([1, 2], weights=matrix)] * 3)))
+    untold = sized(1, ONES.tobytes())  # it is never looked at
+    inputs = {"advantages": matrix, "logprobs": matrix, "mask": matrix, "weights": untold}
+    assert "tensors of more than" in str(refusal(request(datum([1, 2], **inputs))))
+
+
+@pytest.mark.parametrize("text", ["a" + "é" * 60, "é" * 60, "a" * 99 + "\U0001f600", "x" * 1_000_000])
+def test_long_texts_are_read_as_their_beginnings(text: str) -> None:
+    asked = read_forward_backward(request(datum([1, 2], **{text: ONES}), loss=text, config={text: text}))
+    ((setting, value),), (name,) = asked.config.items(), asked.data[0].inputs
+    assert {asked.loss_fn, setting, value, name} == {asked.loss_fn}
+    assert text.startswith(asked.loss_fn) and 97 <= len(asked.loss_fn.encode()) <= 100
+
+
+def test_pieces_of_a_message_make_one() -> None:
+    tail = counted(3, 1) + sized(4, *map(number, (2, 2)))
+    values, rows, columns = sized(1, ONES.tobytes()), sized(2, ints([0, 1, 2])), sized(3, ints([0, 1]))
+    pieces = sized(2, values) + sized(2, rows, columns) + tail
+    assert only(pieces).tolist() == [[1, 0], [0, 1]]
+    later = sized(1, b"weights"), sized(2, sized(2, values)), sized(2, sized(2, rows, columns), tail)
+    (read,) = read_forward_backward(request(chunk([1, 2]) + sized(2, *later))).data
+    assert read.inputs["weights"].tolist() == [[1, 0], [0, 1]]
+    assert only(sized(2, rows) + sized(1, np.zeros(4, np.float32).tobytes()) + pieces).tolist() == [[1, 0], [0, 1]]
+    assert not only(pieces + sized(1, np.zeros(4, np.float32).tobytes())).any()  # of two kinds the later one counts
 
 
 # -- answers -----
