@@ -9,8 +9,8 @@ bus or of engines.
   any state that holds its request.
 - A state is written after a step or a load alone, so never with half of the gradients.
 - A request that two processes died of in a row is answered as a fault of the server, and not run again.
-- A turn is a request, or a micro-batch of one. It goes to the owner that was served least, and to that one's model that
-  was served least, in seconds. Where one model has room alone, the one made first is served to its last request.
+- A turn is a request, or a micro-batch of one, with its answer. It goes to the owner that was served least, and to that
+  one's model that was served least, in seconds. Where one model has room alone, the one made first is served to its last request.
 """
 
 from __future__ import annotations
@@ -126,6 +126,11 @@ class Turns:
             self._newest[group] = max(self._newest[group], begin)
             self._served[group, name] = begin + seconds
 
+    def took_more(self, owner: str, model: str, seconds: float) -> None:
+        """Count more of the newest turn of a model: none begins by it."""
+        for group, name in (("", owner), (owner, model)):
+            self._served[group, name] = self._at(group, name) + seconds
+
     def _at(self, group: str, name: str) -> float:
         newest = self._newest[group]
         return max(self._served.get((group, name), newest), newest - CREDIT_S)
@@ -210,16 +215,22 @@ class Driver:
     def advance(self) -> bool:
         """Execute a turn; False if nothing can be executed. DiskFull: the newest answer is not written yet."""
         self.flush()
+        begun = time.monotonic()  # what makes room for a model is of its turn
         if (line := self._next()) is None:
             return False
-        begun = time.monotonic()
         self._turn(line)
         line.used_at = time.monotonic()
         self._turns.took(line.model.owner, line.model.id, line.used_at - begun)
         return True
 
     def flush(self) -> None:
-        """Write the newest answer, if it is not in the log yet. DiskFull: try again."""
+        """Write the newest answer, if it is not in the log yet, at the cost of its model. DiskFull: try again."""
+        if self._unwritten is not None:
+            begun, model = time.monotonic(), self.lines[self._unwritten.id].model
+            self._write_answer()
+            self._turns.took_more(model.owner, model.id, time.monotonic() - begun)
+
+    def _write_answer(self) -> None:
         if self._unwritten is not None:
             self._upkeep.note_answer(self._answers.write(self._unwritten))
             self._unwritten = None
@@ -343,7 +354,7 @@ class Driver:
         if unfinished or line.applied <= line.state_at or not self._operations.has(line.model):
             return
         try:
-            self.flush()  # the answers that a state holds are in the log before it
+            self._write_answer()  # the answers that a state holds are in the log before it
             self._operations.write_state(line.model, line.applied, line.chain)
         except DiskFull as problem:  # a death costs more time until there is room again
             self._warn(f"{line.model.id}: no state after request {line.applied}: {problem}")

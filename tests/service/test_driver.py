@@ -16,7 +16,7 @@ import pytest
 
 from busrl.errors import DiskFull
 from busrl.service import driver, operations
-from busrl.service.driver import Driver, Limits
+from busrl.service.driver import CREDIT_S, Driver, Limits
 from busrl.service.figures import Course
 from busrl.service.folders import ServiceFolders
 from busrl.service.models import Pass
@@ -124,7 +124,7 @@ class Service:
     def restart(self, state_every_s: float = 1e9, **limits: Any) -> None:
         self.models = Models()
         self.course = Course(self.where.root.parent / "metrics.jsonl", self.where, self.warned.append)
-        settings = Limits(sync=False, state_every_s=state_every_s, **limits)
+        settings = Limits(**{"sync": False, "state_every_s": state_every_s, **limits})
         self.driver = Driver(
             self.models, self.where, self.course, self.warned.append, settings)  # type: ignore[arg-type]
 
@@ -597,6 +597,72 @@ def test_owners_get_the_same_time_however_many_models_they_have(
     assert 7 <= service.models.calls.count("forward 2") <= 9
     served = [service.models.gradients[name] for name in names]
     assert max(served) - min(served) <= 1
+
+
+class Told:
+    """A clock that moves as it is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def moves(self, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, seconds: float) -> None:
+        """Let a call take so long."""
+        call = getattr(holder, name)
+
+        def taking(*args: Any) -> Any:
+            self.now += seconds
+            return call(*args)
+
+        monkeypatch.setattr(holder, name, taking)
+
+
+SYNC_S, STEP_S, PARK_S = 0.125, 0.5, 4.0
+
+
+@pytest.mark.parametrize("flushes", [True, False], ids=["as the tuner does", "by the next turn"])
+def test_an_answer_is_written_at_the_cost_of_its_owner(
+    flushes: bool, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Told()
+    monkeypatch.setattr(driver.time, "monotonic", clock)
+    service.restart(sync=True)
+    clock.moves(monkeypatch, LogWriter, "sync", SYNC_S)
+    clock.moves(monkeypatch, Models, "optim_step", STEP_S)
+    service.model("n", owner="ann")
+    for seq in range(1, 400):
+        service.log.write(Request("refused", "n", seq, "save_weights", b"d", about={"why": "no name"}))
+    for seq in range(1, 80):
+        service.step(seq)
+    service.driver.follow()
+    while clock.now < 40:
+        service.driver.advance()
+        if flushes:
+            service.driver.flush()
+    served = len(service.answers("m")) * (SYNC_S + STEP_S), len(service.answers("n")) * SYNC_S
+    assert abs(served[0] - served[1]) <= CREDIT_S + 2 * (SYNC_S + STEP_S), served
+
+
+def test_room_is_made_at_the_cost_of_whose_model_needs_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Told()
+    monkeypatch.setattr(driver.time, "monotonic", clock)
+    service.restart(resident_bytes=2 * BYTES)
+    clock.moves(monkeypatch, Models, "save_state", PARK_S)
+    clock.moves(monkeypatch, Models, "optim_step", STEP_S)
+    service.model("n", owner="ann")
+    service.model("o", owner="ann")
+    for seq in range(1, 60):
+        for name in ("m", "n", "o"):
+            service.step(seq, name)
+    service.driver.follow()
+    while clock.now < 60:
+        service.driver.advance()
+    counts = {name: len(service.answers(name)) for name in ("m", "n", "o")}
+    assert counts["m"] * STEP_S >= 60 / 2 - CREDIT_S - 2 * (PARK_S + STEP_S), counts
 
 
 def test_with_room_for_one_the_oldest_model_is_served_first(service: Service) -> None:

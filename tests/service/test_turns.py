@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,18 @@ def test_a_small_step_waits_for_no_turn_but_the_one_under_way(heavy_s: float, li
     for _ in range(parts):
         assert chosen(turns, {"ann", "bob"}) == "bob"
         turns.took("bob", "bob", light_s)
+
+
+@given(st.floats(0.01, LONGEST_S), st.floats(0.01, LONGEST_S), st.floats(0.01, LONGEST_S))
+def test_what_a_turn_takes_more_counts_as_if_it_had_taken_it_before(first_s: float, more_s: float, bob_s: float) -> None:
+    whole, parts = Turns(), Turns()
+    for turns in (whole, parts):
+        turns.took("bob", "bob", bob_s)
+    whole.took("ann", "ann", first_s + more_s)
+    parts.took("ann", "ann", first_s)
+    parts.took_more("ann", "ann", more_s)
+    for owner in OWNERS:
+        assert parts.place(owner, owner) == pytest.approx(whole.place(owner, owner))
 
 
 def test_an_owner_who_is_new_is_owed_nothing() -> None:
