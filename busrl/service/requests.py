@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,11 +99,12 @@ def strip(directory: Path, number: int, kind: type[Record], bare: Callable[[Reco
 
 class LogWriter:
     """Appends records to the log in `directory`, which is made where it is missing. The caller sees to it that there is
-    no other writer. FileCorrupt if there is damage before the end of the newest segment."""
+    no other writer, and may `sync` in another thread. FileCorrupt if there is damage before the end of the newest
+    segment."""
 
     def __init__(self, directory: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._directory, self._segment_bytes = directory, segment_bytes
-        self._file = -1
+        self._file, self._open = -1, threading.Lock()  # held while the file must stay open
         self.cut_bytes = 0  # of half a record that a predecessor left
         if not directory.exists():
             directory.mkdir(parents=True)
@@ -129,13 +131,15 @@ class LogWriter:
 
     def sync(self) -> None:
         """Make all that was written durable."""
-        if self._file >= 0:
-            os.fdatasync(self._file)
+        with self._open:
+            if self._file >= 0:
+                os.fdatasync(self._file)
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        with self._open:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
 
     # -- internals -----
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import msgspec
@@ -61,6 +62,37 @@ def test_a_stripped_segment_keeps_its_records_and_none_of_their_data(tmp_path: P
     assert numbers(LogReader(tmp_path)) == list(range(5))
     writer.write(request(5))
     assert numbers(reader) == [5]
+
+
+def test_a_segment_that_is_synced_by_another_thread_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, closed, faults = threading.Event(), threading.Event(), list[OSError]()
+    close, sync = os.close, os.fdatasync
+
+    def slowly(file: int) -> None:
+        if threading.current_thread() is other:
+            entered.set()
+            closed.wait(0.2)  # which comes only where nothing holds the file
+        sync(file)
+
+    def told(file: int) -> None:
+        close(file)
+        closed.set()
+
+    def synced() -> None:
+        try:
+            writer.sync()
+        except OSError as problem:
+            faults.append(problem)
+
+    writer, other = LogWriter(tmp_path, segment_bytes=300), threading.Thread(target=synced)
+    writer.write(request(1, 200))
+    monkeypatch.setattr(os, "fdatasync", slowly)
+    monkeypatch.setattr(os, "close", told)
+    other.start()
+    assert entered.wait(10)
+    writer.write(request(2, 200))  # begins a segment
+    other.join(10)
+    assert not faults and numbers(LogReader(tmp_path)) == [1, 2]
 
 
 @pytest.mark.parametrize("cut", [1, 5, 11, 30])
