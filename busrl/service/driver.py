@@ -10,7 +10,8 @@ bus or of engines.
 - A state is written after a step or a load alone, so never with half of the gradients.
 - A request that two processes died of in a row is answered as a fault of the server, and not run again.
 - A turn is a request, or a micro-batch of one, with its answer. It goes to the owner that was served least, and to that
-  one's model that was served least, in seconds. Where one model has room alone, the one made first is served to its last request.
+  one's model that was served least, in seconds. Where one model has room alone, the one made first is served to its
+  last request.
 """
 
 from __future__ import annotations
@@ -164,6 +165,27 @@ class Suspects:
         os.pwrite(self._file, json.dumps(executed).encode().ljust(NOTE_BYTES), 0)
 
 
+class AnswerLog:
+    """The log of answers, in which the newest one may not be yet. `note` is told where each was written."""
+
+    def __init__(self, log: LogWriter, sync: bool, note: Callable[[Place], None]) -> None:
+        self._log, self._sync, self._note = log, sync, note
+        self.unwritten: Answer | None = None
+        self.close = log.close
+
+    def put(self, answer: Answer) -> None:
+        """Take an answer, the ones before which are written."""
+        self.unwritten = answer
+
+    def write(self) -> None:
+        """Write the newest answer, if it is not there. DiskFull: try again."""
+        if self.unwritten is not None:
+            self._note(self._log.write(self.unwritten))
+            self.unwritten = None
+            if self._sync:
+                self._log.sync()
+
+
 class Driver:
     """`advance` executes a turn. `course` is told of each request; `warn` takes lines for people."""
 
@@ -177,11 +199,11 @@ class Driver:
         self._asked: dict[str, Line] = {}  # models with a request that was not answered
         self._loaded: dict[str, Line] = {}
         self._read: defaultdict[str, dict[int, Answer]] = defaultdict(dict)  # answers of models without a line so far
-        self._unwritten: Answer | None = None
         self._upkeep = Upkeep(where, self._registry, limits.keep_answers_s, limits.snapshot_bytes)
         snapshots = self._read_answers()
         self._operations = Operations(models, where, warn, snapshots)
-        self._answers, self._log = LogWriter(where.answers), LogReader(where.requests)
+        self._answers = AnswerLog(LogWriter(where.answers), limits.sync, self._upkeep.note_answer)
+        self._log = LogReader(where.requests)
         self._decode_request = msgspec.msgpack.Decoder(Request).decode
         self._suspects = Suspects(where.executing)
 
@@ -225,17 +247,10 @@ class Driver:
 
     def flush(self) -> None:
         """Write the newest answer, if it is not in the log yet, at the cost of its model. DiskFull: try again."""
-        if self._unwritten is not None:
-            begun, model = time.monotonic(), self.lines[self._unwritten.id].model
-            self._write_answer()
+        if (answer := self._answers.unwritten) is not None:
+            begun, model = time.monotonic(), self.lines[answer.id].model
+            self._answers.write()
             self._turns.took_more(model.owner, model.id, time.monotonic() - begun)
-
-    def _write_answer(self) -> None:
-        if self._unwritten is not None:
-            self._upkeep.note_answer(self._answers.write(self._unwritten))
-            self._unwritten = None
-            if self._limits.sync:
-                self._answers.sync()
 
     def tend(self) -> None:
         """Park models that nobody asked anything for long, and drop what nobody needs. Cheap where nothing is due."""
@@ -354,7 +369,7 @@ class Driver:
         if unfinished or line.applied <= line.state_at or not self._operations.has(line.model):
             return
         try:
-            self._write_answer()  # the answers that a state holds are in the log before it
+            self._answers.write()  # the answers that a state holds are in the log before it
             self._operations.write_state(line.model, line.applied, line.chain)
         except DiskFull as problem:  # a death costs more time until there is room again
             self._warn(f"{line.model.id}: no state after request {line.applied}: {problem}")
@@ -430,6 +445,6 @@ class Driver:
                         result.weights)
         line.answers[request.seq] = msgspec.structs.replace(answer, payload=b"")
         line.answered, line.fresh = request.seq, False
-        self._unwritten = answer
+        self._answers.put(answer)
         if request.seq + 1 not in line.waiting:
             self._asked.pop(request.id, None)

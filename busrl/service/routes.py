@@ -36,7 +36,8 @@ EPHEMERAL = "ephemeral-"  # begins the names of weights that were saved for a sa
 NO_SUCH = "does not exist"
 ACCOUNT: ContextVar[Account] = ContextVar("account")  # whose request is handled, in the task that handles it
 Kind = TypeVar("Kind", bound=bodies.Fields)
-Asked, Read = ParamSpec("Asked"), TypeVar("Read")
+Asked = ParamSpec("Asked")
+Read = TypeVar("Read")
 
 
 async def whole_body(request: web.Request) -> bytes:

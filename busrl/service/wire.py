@@ -615,7 +615,7 @@ def unpack(body: bytes, limit: int) -> bytes:
 
 
 def _streamed(stream: Any, body: bytes, limit: int) -> bytes:
-    """What a frame holds whose size is not known."""
+    """Unpack a frame that does not say how much it holds."""
     unpacked, size = [], 0
     for at in range(0, len(body), PIECE):
         unpacked.append(stream.decompress(body[at:at + PIECE]))

@@ -48,7 +48,7 @@ def test_a_small_step_waits_for_no_turn_but_the_one_under_way(heavy_s: float, li
 
 
 @given(st.floats(0.01, LONGEST_S), st.floats(0.01, LONGEST_S), st.floats(0.01, LONGEST_S))
-def test_what_a_turn_takes_more_counts_as_if_it_had_taken_it_before(first_s: float, more_s: float, bob_s: float) -> None:
+def test_a_turn_in_two_parts_counts_as_a_whole_one(first_s: float, more_s: float, bob_s: float) -> None:
     whole, parts = Turns(), Turns()
     for turns in (whole, parts):
         turns.took("bob", "bob", bob_s)
