@@ -44,7 +44,7 @@ from busrl.service.runs import FILES, CheckpointRoutes, ListRoutes
 from busrl.service.sampling import Samples
 from busrl.service.sealing import require_recipients
 from busrl.service.sums import UserFault, check
-from busrl.service.wire import digest, read_forward_backward
+from busrl.service.wire import NoRoom, digest, read_forward_backward
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Middleware
@@ -57,6 +57,7 @@ PARTS = ("attn", "mlp", "unembed")
 TRAINING = ("forward_backward", "optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external",
             "load_weights")
 MOST_SESSIONS, MOST_KEY, MOST_WHY = 1000, 256, 900
+UNFOLDED_BYTES = 1 << 20  # of tensors: bodies that unfold into more are read beside the loop
 MOST_WAITING = 4096  # requests of a model that the tuner has not answered
 ONE_MODEL = ("all weights of {base} are trained, for one model at a time (tinker.weights), and {whose} has the place: "
              "end its session (ServiceClient.close), or load other weights into it (load_state); without a heartbeat "
@@ -233,23 +234,31 @@ class ModelRoutes:
     async def _training(self, request: web.Request) -> web.Response:
         """Log a numbered request. One that is wrong and has a number is logged as refused: its future fails."""
         op, raw, things = request.path.rpartition("/")[2], await self._at.raw(request), self._at.things()
-        try:
-            if len(raw) > BESIDE_BYTES and op == "forward_backward":  # others may log what they make
-                taken = await self._at.beside(self._read, things, op, raw)
-            else:
-                taken = self._read(things, op, raw)
-        except BadBody as problem:
-            if problem.request is None:
-                raise
-            taken = refused(problem.request, op, digest(op, raw), problem)
+        taken = await self._read_where_it_fits(things, op, raw)
         self._take(things, taken)
         await self._at.desk.durable()
         return web.json_response({"request_id": f"{taken.id}:{taken.seq}", "model_id": taken.id})
 
-    def _read(self, things: Things, op: str, raw: bytes) -> Request:
-        """The record of a body of that operation."""
+    async def _read_where_it_fits(self, things: Things, op: str, raw: bytes) -> Request:
+        """Read a body: beside the loop if it is large, or becomes so. Bodies of JSON may log what they make."""
+        if len(raw) <= BESIDE_BYTES or op != "forward_backward":
+            with contextlib.suppress(NoRoom):
+                return self._read(things, op, raw, UNFOLDED_BYTES)
+        return await self._at.beside(self._read, things, op, raw)
+
+    def _read(self, things: Things, op: str, raw: bytes, room: int | None = None) -> Request:
+        """The record of a body of that operation. NoRoom: its tensors unfold into more than `room` bytes. BadBody: it
+        is wrong and has no number."""
+        try:
+            return self._asked(things, op, raw, room)
+        except BadBody as problem:
+            if problem.request is None or (room is not None and isinstance(problem, NoRoom)):
+                raise
+            return refused(problem.request, op, digest(op, raw), problem)
+
+    def _asked(self, things: Things, op: str, raw: bytes, room: int | None) -> Request:
         if op == "forward_backward":
-            asked = read_forward_backward(raw)
+            asked = read_forward_backward(raw, room)
             name, meaning = (asked.model_id, asked.seq_id), digest(op, asked)
             try:
                 check(asked.data, asked.loss_fn, asked.config, self._at.settings.context, self._at.base.vocabulary)

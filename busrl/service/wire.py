@@ -104,6 +104,10 @@ def _fault(kind: int, number: int) -> BadBody:
     return BadBody("", rule.format(number), remedy)
 
 
+class NoRoom(BadBody):
+    """A body whose tensors are too large."""
+
+
 class Message:
     """The bytes of a message and of those in it. All of them have at most so many fields, so that small ones without
     number cannot keep a process busy.
@@ -111,27 +115,30 @@ class Message:
     `fields(at, end)`: key, start and stop of each field of the message in body[at:end]; of a varint its value as start.
     `numbers(at, end, most)`: the varints there, the first `most` of them. `rows(bounds)`: for messages that begin and
     end at the pairs of `bounds` (int64) the fields of all of them, as the number of the message, key, start and stop;
-    None where there is a fault, of which `fields` has the words.
+    None where there is a fault, of which `fields` has the words. `room`: bytes of all tensors that are looked at one by
+    one, DENSE_BYTES if it is None.
     """
 
-    def __init__(self, body: bytes, most: int | None = None) -> None:
+    def __init__(self, body: bytes, most: int | None = None, room: int | None = None) -> None:
         self.body, self._reader = body, Reader(body, MOST_FIELDS if most is None else most, _fault)
         self.fields, self.numbers, self.rows = self._reader.fields, self._reader.numbers, self._reader.rows
-        self._room = DENSE_BYTES
+        self._room = DENSE_BYTES if room is None else room
 
     def again(self) -> Message:
         """Another one of these bytes, which may have as many fields from here on; this one counts none of them."""
         return Message(self.body, self._reader.left)
 
-    def merged(self, places: Iterable[Bounds]) -> Iterator[tuple[int, int, int]]:
+    def merged(self, places: Sequence[Bounds]) -> Iterator[tuple[int, int, int]]:
         """Fields of a message that comes in pieces, which make one."""
+        if len(places) == 1:
+            return self.fields(*places[0])
         return chain.from_iterable(self.fields(at, end) for at, end in places)
 
     def take(self, size: int) -> None:
-        """Have room for a tensor. BadBody: there are too many."""
+        """Have room for a tensor. NoRoom: there are too many."""
         self._room -= size
         if self._room < 0:
-            raise BadBody("", f"tensors of more than {DENSE_BYTES >> 20} MiB in all", "send several requests")
+            raise NoRoom("", f"tensors of more than {DENSE_BYTES >> 20} MiB in all", "send several requests")
 
     def text(self, start: int, stop: int, field: str, most: int = MOST_TEXT) -> str:
         """A text, or its first bytes without a character that is cut."""
@@ -168,9 +175,10 @@ class _Outline:
     count: int = 0
 
 
-def read_forward_backward(body: bytes) -> ForwardBackward:
-    """A request from its bytes. BadBody: it cannot be read; has the model and number if those could."""
-    message, outline = Message(body), _Outline()
+def read_forward_backward(body: bytes, room: int | None = None) -> ForwardBackward:
+    """A request from its bytes. BadBody: it cannot be read; has the model and number if those could. NoRoom: its
+    tensors unfold into more than `room` bytes."""
+    message, outline = Message(body, room=room), _Outline()
     try:
         places, settings = _outlined(message, outline)
         _require_number(outline)
@@ -386,7 +394,7 @@ def _input(message: Message, at: int, end: int) -> tuple[str, Array]:
         raise problem.within(f"loss_fn_inputs[{name!r}]") from None
 
 
-def _tensor(message: Message, places: Iterable[Bounds]) -> Array:
+def _tensor(message: Message, places: Sequence[Bounds]) -> Array:
     """A tensor as int64 or float32 of at most two axes; a sparse one is unfolded."""
     code, shape = 0, []
     dense, sparse = (0, 0), list[Bounds]()
@@ -421,7 +429,7 @@ def _widened(array: Array, code: int) -> Array:
     return array.astype(np.int64) if code == INT32 else array
 
 
-def _unfolded(message: Message, places: Iterable[Bounds], code: int, shape: list[int]) -> Array:
+def _unfolded(message: Message, places: Sequence[Bounds], code: int, shape: list[int]) -> Array:
     """A matrix from its compressed rows; cells that are not listed are 0."""
     values = rows = columns = np.zeros(0, np.int64)
     for key, start, stop in message.merged(places):

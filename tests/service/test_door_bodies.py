@@ -7,12 +7,16 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from service_messages import datum, request, sparse
 from test_door import OTHER, Client, served, with_other
 
+from busrl.service import door as doors
 from busrl.service import routes
 
 ZSTD = {"Content-Encoding": "zstd"}
@@ -85,6 +89,34 @@ def test_packed_bodies_of_a_key_count_with_what_they_unpack_to(
 
     monkeypatch.setattr(routes, "MOST_READ_BYTES", 8 << 20)
     monkeypatch.setattr(routes, "BODY_BYTES", 4 << 20)
+    served(tmp_path, play)
+
+
+def test_a_small_body_that_unfolds_into_much_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, check, threads = threading.Event(), doors.check, list[bool]()
+
+    def later(*args: Any) -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        if not threads[-1]:
+            go.wait(20)
+        check(*args)
+
+    async def play(client: Client) -> None:
+        model = await client.model()
+        few, many = (datum([1], target_tokens=sparse([7], [0, 1], [0], (1, width)),
+                           weights=sparse(np.ones(1, np.float32), [0, 1], [0], (1, width))) for width in (20, 1 << 20))
+        small, large = (request(part, model=model, seq=seq, loss="cross_entropy")
+                        for seq, part in enumerate((few, many), 1))
+        post = asyncio.ensure_future(client.post("forward_backward", large))
+        assert len(large) < 1000 and (await client.post("forward_backward", small))[0] == 200
+        go.set()
+        assert (await post)[0] == 200
+        assert [request.kind for request in client.logged()[2:]] == ["training", "training"]
+        assert sorted(threads) == [False, True]
+
+    monkeypatch.setattr(doors, "check", later)
     served(tmp_path, play)
 
 
