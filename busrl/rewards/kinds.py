@@ -5,8 +5,8 @@ Each is made from a `Setup` and called like a user's function, in the main threa
 reasoning-gym, each imported by the kind that uses it. Knows nothing of processes, weights or other parts.
 
 - Every completion gets a number, whatever the policy wrote. A record that cannot be judged by raises.
-- math-verify limits its own time by SIGALRM, which only the main thread may use; the deadline of the child ends a call
-  that this limit does not end.
+- What limits the mathematics is CPU time (SIGPROF, which only the main thread may use), so that a busy machine calls no
+  right answer wrong; the deadline of the child ends a call that this limit does not end.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from busrl.data.prompts import plain_text
@@ -82,18 +84,36 @@ def as_math(reference: str) -> str:
     return reference if WRAPPED.search(reference) else f"${reference}$"
 
 
+NEVER_S = 86_400  # for the library's own limits, which are of the clock
+
+
+@contextmanager
+def limited(cpu_s: float, late: type[BaseException]) -> Iterator[None]:
+    """Raise `late` in this block after so many CPU seconds of the process, and again after as many more."""
+    def end(number: int, frame: FrameType | None) -> None:
+        raise late
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+
+
 class Math(Answer):
     """1 if math-verify finds the answer equal to the record's, else 0.
 
-    The library has a limit in whole seconds for each of its three steps; all of them fit into `timeout_s`. Answers that
-    it cannot compare in that time count as unequal: that is the library's own rule.
+    Each of the library's three steps has a quarter of `timeout_s` as CPU time. Answers that it cannot compare in that
+    time count as unequal: that is the library's own rule.
     """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup.extract, f"{setup.place}.extract")
         self.library = _library("math_verify", setup.place)
-        self.answer_key = setup.answer_key or "answer"
-        self.limit_s = max(1, int(setup.timeout_s / 4))
+        self.late: type[BaseException] = _library("math_verify.errors", setup.place).TimeoutException
+        self.answer_key, self.limit_s = setup.answer_key or "answer", setup.timeout_s / 4
         self._reference = lru_cache(maxsize=1024)(self._parsed)  # the answers of a group share one
 
     def __call__(self, record: dict[str, Any], completion: str, token_ids: list[int]) -> float:
@@ -102,12 +122,20 @@ class Math(Answer):
         text = self.find(completion)
         if text is None:
             return 0.0
-        answer = self.library.parse(text, parsing_timeout=self.limit_s)
-        return float(self.library.verify(list(reference), answer, timeout_seconds=self.limit_s))
+        try:
+            answer = self._read(text)
+            with limited(self.limit_s, self.late):
+                return float(self.library.verify(list(reference), answer, timeout_seconds=NEVER_S))
+        except self.late:  # between two of the library's own catches
+            return 0.0
+
+    def _read(self, text: str) -> list[Any]:
+        with limited(self.limit_s, self.late):
+            found: list[Any] = self.library.parse(text, parsing_timeout=NEVER_S)
+        return found
 
     def _parsed(self, right: str) -> tuple[Any, ...]:
-        parsed = self.library.parse(as_math(right), parsing_timeout=self.limit_s)
-        if not parsed:
+        if not (parsed := self._read(as_math(right))):
             raise ValueError(f"{self.answer_key} = {right!r} of the record cannot be read as mathematics")
         return tuple(parsed)
 

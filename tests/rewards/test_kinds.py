@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +23,8 @@ from busrl.topology.rewards import REWARD_KINDS, Reward, RewardPart
 
 def function_of(kind: str, **keys: Any) -> RewardFunction:
     """What the child of a part named p calls."""
-    ((setup, _, _),) = setups(Reward(part=(RewardPart(kind, "p", timeout_s=10.0, **keys),)), ".", "prompt", "cpu")
+    part = RewardPart(kind, "p", **{"timeout_s": 10.0, **keys})
+    ((setup, _, _),) = setups(Reward(part=(part,)), ".", "prompt", "cpu")
     return build(setup)
 
 
@@ -91,6 +96,26 @@ def test_a_plain_reference_is_put_between_dollars_and_one_in_latex_stays() -> No
 def test_math_finds_equal_what_is_equal(completion: str, answer: object, value: float) -> None:
     pytest.importorskip("math_verify")
     assert judged("math", completion, {"answer": answer}) == value
+
+
+def before_each_parse(monkeypatch: pytest.MonkeyPatch, first: Callable[[], object]) -> None:
+    parser = pytest.importorskip("math_verify.parser")
+    extract = parser.extract_target_from_pred
+    monkeypatch.setattr(parser, "extract_target_from_pred", lambda *args, **more: (first(), extract(*args, **more))[1])
+
+
+def test_mathematics_that_waits_for_a_core_is_judged_as_on_an_idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    before_each_parse(monkeypatch, lambda: time.sleep(1.1))  # as long as a busy machine lets it wait
+    assert judged("math", "$7$", {"answer": "7"}, timeout_s=4.0) == 1.0
+
+
+def test_mathematics_that_would_never_end_is_unequal(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = function_of("math", timeout_s=1.0)
+    assert judge({"answer": "7"}, "$7$", []) == 1.0  # which reads the reference
+    before_each_parse(monkeypatch, lambda: all(True for _ in itertools.count()))
+    assert judge({"answer": "7"}, "$7$", []) == 0.0
+    assert signal.getsignal(signal.SIGPROF) == signal.SIG_DFL
+
 
 
 def test_math_says_so_where_the_reference_cannot_be_read() -> None:
