@@ -115,6 +115,8 @@ def test_children_draw_other_random_numbers(template: Template, log: int) -> Non
 
 def test_the_death_of_a_template_ends_no_child(template: Template, log: int) -> None:
     pid = forked(template, log, "sleeps")
+    # Requests are served in turn: after another one the first child was let go.
+    assert exit_code(forked(template, log, "returns", 0)) == 0
     os.kill(template.pid, signal.SIGKILL)
     with pytest.raises(TemplateRefused, match=r"has ended|takes no request"):
         forked(template, log, "returns", 0)
