@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REASONS = {  # a command that nobody types here, and why
     r"(python3? -m |\S*/)?pip3? install\b|python3? -m venv ": "asks a registry; `make wheels` installs what it builds",
     r"make (demo|install|test)\b": "installs the repository or runs this suite, for minutes",
+    r"busrl (set|validate) \S+ --model ": "of a run of several models: tests/several/test_verbs_in_a_run.py",
     r"make vllm\b|\.venv/vllm/": "vLLM's environment, whose tests are in tests/vllm",
 }
 LIMIT_S = 120.0
