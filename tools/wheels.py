@@ -25,6 +25,7 @@ import time
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,12 +37,15 @@ import json, platform, sys, sysconfig
 free = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 print(json.dumps([platform.python_implementation(), list(sys.version_info[:3]), free]))
 """
-# Folders whose tests work without torch, but for the files that name it or the quickstart's model, which torch makes.
+# Folders whose tests work without torch, but for the files that name it or a model that torch makes, or import one that
+# does.
 QUICK = ("ring", "protocol")
 FOLDERS = (
     "agents", "bus", "data", "faults", "ledger", "protocol", "rewards", "ring", "scheduling", "security", "topology",
 )
-NEEDS_TORCH = re.compile(r"\b(?:torch|transformers|safetensors|tiny:sort|quickstart)\b", re.IGNORECASE)
+NEEDS_TORCH = re.compile(
+    r"\b(?:torch|transformers|safetensors|tiny:sort|quickstart|chat_folder|bpe_folder)\b", re.IGNORECASE)
+IMPORTED = re.compile(r"^\s*(?:from|import) (\w+)", re.MULTILINE)
 # What only a clone has: a path, and a link of Markdown (the README) with no address.
 LOCAL = re.compile(r"(?<![\w/.~-])(?:\.\./|(?:docs|examples|tests|tools|benchmarks)/)[\w./-]+")
 LINK = re.compile(r"\]\((?!https?://|#)([^)\s]+)")
@@ -185,8 +189,18 @@ def tests(source: Path, work: Path) -> Path:
 
 def without_torch(folder: Path, names: Sequence[str]) -> list[str]:
     """The files of tests in these folders that need no torch, relative to the sdist."""
+    needing: dict[Path, bool] = {}
+
+    def needs(path: Path) -> bool:
+        if path not in needing:
+            text, needing[path] = path.read_text(), False  # modules may import each other
+            places = product((path.parent, folder / "tests"), IMPORTED.findall(text))
+            helpers = filter(Path.is_file, (place / f"{module}.py" for place, module in places))
+            needing[path] = bool(NEEDS_TORCH.search(text)) or any(map(needs, helpers))
+        return needing[path]
+
     files = [path for name in names for path in sorted((folder / "tests" / name).glob("test_*.py"))]
-    return [str(path.relative_to(folder)) for path in files if not NEEDS_TORCH.search(path.read_text())]
+    return [str(path.relative_to(folder)) for path in files if not needs(path)]
 
 
 def try_wheel(interpreter: Interpreter, made: Path, source: Path, names: Sequence[str], work: Path) -> None:
