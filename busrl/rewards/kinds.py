@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from busrl.data.prompts import plain_text
 from busrl.errors import RewardNotLoaded
@@ -84,6 +84,7 @@ def as_math(reference: str) -> str:
     return reference if WRAPPED.search(reference) else f"${reference}$"
 
 
+Found = TypeVar("Found")
 NEVER_S = 86_400  # for the library's own limits, which are of the clock
 
 
@@ -122,22 +123,25 @@ class Math(Answer):
         text = self.find(completion)
         if text is None:
             return 0.0
-        try:
-            answer = self._read(text)
-            with limited(self.limit_s, self.late):
-                return float(self.library.verify(list(reference), answer, timeout_seconds=NEVER_S))
-        except self.late:  # between two of the library's own catches
-            return 0.0
-
-    def _read(self, text: str) -> list[Any]:
-        with limited(self.limit_s, self.late):
-            found: list[Any] = self.library.parse(text, parsing_timeout=NEVER_S)
-        return found
+        answer = self._parse(text)
+        return float(self._within(lambda: self.library.verify(list(reference), answer, timeout_seconds=NEVER_S), False))
 
     def _parsed(self, right: str) -> tuple[Any, ...]:
-        if not (parsed := self._read(as_math(right))):
+        if not (parsed := self._parse(as_math(right))):
             raise ValueError(f"{self.answer_key} = {right!r} of the record cannot be read as mathematics")
         return tuple(parsed)
+
+    def _parse(self, text: str) -> list[Any]:
+        return self._within(lambda: self.library.parse(text, parsing_timeout=NEVER_S), [])
+
+    def _within(self, step: Callable[[], Found], otherwise: Found) -> Found:
+        """Run a step of the library within its CPU time. The library itself gives `otherwise` where it catches the
+        end of that time, which is nearly everywhere."""
+        try:
+            with limited(self.limit_s, self.late):
+                return step()
+        except self.late:
+            return otherwise
 
 
 def plain_number(value: object) -> str:

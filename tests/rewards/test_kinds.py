@@ -104,7 +104,7 @@ def before_each_parse(monkeypatch: pytest.MonkeyPatch, first: Callable[[], objec
     monkeypatch.setattr(parser, "extract_target_from_pred", lambda *args, **more: (first(), extract(*args, **more))[1])
 
 
-def test_mathematics_that_waits_for_a_core_is_judged_as_on_an_idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mathematics_that_waits_for_a_core_is_judged_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     before_each_parse(monkeypatch, lambda: time.sleep(1.1))  # as long as a busy machine lets it wait
     assert judged("math", "$7$", {"answer": "7"}, timeout_s=4.0) == 1.0
 
