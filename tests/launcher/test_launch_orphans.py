@@ -118,6 +118,8 @@ def test_leftovers_of_a_gone_launch_are_known_by_pid_and_start_time():
 
 # In a namespace of its own, where the next process id can be chosen: a launch is killed that had two children, both
 # gone before it. The number of the first is another process's by then; the second has left a process without a mark.
+# The guardian reads its lines in order and looks again at a leader whose pidfd it has just opened, so a pidfd of the third
+# child, which lives, says that it is done with the other two.
 REUSED = """
 import contextlib, os, select, signal, subprocess, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -143,26 +145,28 @@ if not launch:
     second = subprocess.Popen(["sh", "-c", "sleep 1000 & echo $!; read wait"], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, start_new_session=True)
     left = int(second.stdout.readline())
-    for one in (first, second):
+    third = sleeper(start_new_session=True)
+    for one in (first, second, third):
         guardian.hold(one.pid)
-    end = time.monotonic() + 60
-    while held(f"/proc/{guardian.pid}/fd") < 2 and time.monotonic() < end:
+    end = time.monotonic() + 30
+    while held(f"/proc/{guardian.pid}/fd") < 3:
+        assert time.monotonic() < end, "the guardian does not hold the three"
         time.sleep(0.01)
     for one in (first, second):
         one.kill()
         one.wait()
     os.kill(guardian.pid, signal.SIGSTOP)
     with open(sys.argv[2], "w") as file:
-        file.write(f"{first.pid} {left} {guardian.pid}")
+        file.write(f"{first.pid} {left} {third.pid} {guardian.pid}")
     os.kill(os.getpid(), signal.SIGKILL)
 os.waitpid(launch, 0)
-first, left, guardian = map(int, open(sys.argv[2]).read().split())
+first, left, third, guardian = map(int, open(sys.argv[2]).read().split())
 other = sleeper(first, start_new_session=True)
 assert other.pid == first, (other.pid, first)
-ends = {one: os.pidfd_open(one) for one in (guardian, left)}
+ends = {one: os.pidfd_open(one) for one in (guardian, left, third)}
 os.kill(guardian, signal.SIGCONT)
 for pid, end in ends.items():
-    assert select.select([end], [], [], 60)[0], f"{pid} of guardian and left {list(ends)} stays"
+    assert select.select([end], [], [], 30)[0], f"{pid} of guardian, left and third {list(ends)} stays"
 print("the other process", "lives" if other.poll() is None else "was killed")
 """
 
