@@ -118,8 +118,8 @@ def test_leftovers_of_a_gone_launch_are_known_by_pid_and_start_time():
 
 # In a namespace of its own, where the next process id can be chosen: a launch is killed that had two children, both
 # gone before it. The number of the first is another process's by then; the second has left a process without a mark.
-# The guardian reads its lines in order and looks again at a leader whose pidfd it has just opened, so a pidfd of the third
-# child, which lives, says that it is done with the other two.
+# The guardian reads its lines in order and looks again at a leader whose pidfd it has just opened, so a pidfd of the
+# third child, which lives, says that it is done with the other two.
 REUSED = """
 import contextlib, os, select, signal, subprocess, sys, time
 sys.path.insert(0, sys.argv[1])
