@@ -34,6 +34,7 @@ from busrl.training.forward import PaddedRows
 ALPHA = 32.0
 ATTENTION, MLP = ("attn", "attention"), ("mlp", "feed_forward", "ffn", "moe")  # in a part of a layer's name
 ROUTERS = {"gate", "router"}  # last names of layers that choose experts: they stay as they are
+EXPERTS = "experts"  # in the name of a layer: the part of the model that holds all of them
 PIECE_BYTES = 1 << 26  # of one float32 buffer of logits
 
 
@@ -126,20 +127,23 @@ class Numbers:
 
 
 class Wearer:
-    """A model whose layers compute with the adapter that it wears, if any. The model is frozen."""
+    """A model whose layers compute with the adapter that it wears, if any. The model is frozen. `of_experts`: whoever
+    draws with an adapter can have one of a single expert."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, of_experts: bool = True) -> None:
         self.model = model.requires_grad_(False)
         self.head: nn.Linear = model.get_output_embeddings()
         self._sites: dict[str, list[Site]] = {"attn": [], "mlp": [], "unembed": []}
         self._worn: Mapping[str, Low] = {}
         self._head_name = ""
-        self._fused = any(parameter.ndim > 2 and "experts" in name for name, parameter in model.named_parameters())
+        self._fused = any(parameter.ndim > 2 and EXPERTS in name for name, parameter in model.named_parameters())
         for name, layer in model.named_modules():
             if isinstance(layer, nn.Linear) and (part := self._part_of(name, layer)):
                 self._head_name = name if layer is self.head else self._head_name
                 self._sites[part].append(Site(name, layer.in_features, layer.out_features))
                 layer.register_forward_hook(partial(self._add, name))
+        self._expert = next((site.name for site in self._sites["mlp"] if is_of_expert(site.name)), "")
+        self._of_experts = of_experts
 
     def sites(self, adapter: Adapter) -> list[Site]:
         """The layers of an adapter; UserFault if one of its parts cannot have any."""
@@ -148,6 +152,9 @@ class Wearer:
             raise UserFault(f"train_unembed: the head of {name} is its embedding; {remedy} train_unembed=False")
         if adapter.mlp and self._fused:
             raise UserFault(f"train_mlp: the experts of {name} are one tensor; {remedy} train_mlp=False")
+        if adapter.mlp and self._expert and not self._of_experts:
+            raise UserFault(f"train_mlp: {self._expert} is an expert, which sees the tokens of all samples that are "
+                            f"routed to it, and the torch engine cannot tell whose they are; {remedy} train_mlp=False")
         for part in adapter.parts:
             if not self._sites[part]:
                 raise UserFault(f"train_{part}: {name} has no linear layer there; {remedy} train_{part}=False")
@@ -199,6 +206,11 @@ class Wearer:
             checkpoint(score, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces
         ])
         return scores[:, 0] if single else scores
+
+
+def is_of_expert(layer: str) -> bool:
+    """True for the name of a layer that is a part of one expert."""
+    return EXPERTS in layer.split(".")
 
 
 # -- folders of peft's format -----

@@ -2,7 +2,8 @@
 
 Read by the door. Knows the fields of the interface and their limits, nothing of HTTP, of tensors or of what exists.
 
-- Fields that the interface does not name are ignored; what it names and is not served here is refused, with a remedy.
+- Fields that the interface does not name are ignored, and not logged; what it names and is not served here is refused,
+  with a remedy.
 - A `BadBody` of a training request has its model and number if those can be read: a status in place of a future would
   leave a gap that its client waits behind for ever.
 - `BODIES` has a struct for each route with a body of JSON; `read_body` is the one way in.
@@ -446,18 +447,22 @@ def read_body(kind: type[Kind], body: bytes) -> Kind:
     if len(body) > JSON_BYTES:
         raise TooLarge("", f"{len(body)} bytes of JSON; {JSON_BYTES} at most", "send less")
     try:
-        msgspec.json.decode(body or b"{}")  # of what has no field, too: others will read the whole body
-    except (msgspec.DecodeError, RecursionError, ValueError) as problem:
-        raise BadBody("", f"no JSON: {problem}", "send a JSON object") from None
-    try:
+        body.decode()  # the next line looks into no text of a field that the interface does not name
         read = msgspec.json.decode(body or b"{}", type=kind)
         read.check()
     except msgspec.ValidationError as problem:
         raise _refused(str(problem), body, _numbered(kind, body)) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as problem:
+        raise BadBody("", f"no JSON: {problem}", "send a JSON object") from None
     except BadBody as problem:
         problem.request = _numbered(kind, body)
         raise
     return read
+
+
+def as_logged(body: Fields) -> bytes:
+    """The body with the fields that the interface names alone: whatever else a client sent, nobody reads again."""
+    return msgspec.json.encode(body)
 
 
 def _numbered(kind: type[Fields], body: bytes) -> tuple[str, int] | None:

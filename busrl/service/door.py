@@ -24,7 +24,7 @@ from aiohttp import web
 
 from busrl.errors import MachineError
 from busrl.service import bodies
-from busrl.service.bodies import BadBody, read_body
+from busrl.service.bodies import BadBody, as_logged, read_body
 from busrl.service.desk import Found
 from busrl.service.keys import Keys
 from busrl.service.registry import ALL_WEIGHTS, Model, Sampler, require_kind
@@ -267,10 +267,10 @@ class ModelRoutes:
             return Request("training", *name, op, meaning, raw, tokens=asked.tokens)
         body: Any = read_body(bodies.BODIES[op], raw)
         if op == "load_weights":
-            return self._load(things, body, raw)
+            return self._load(things, body)
         if op == "save_weights_external":
             self._require_recipients(body)
-        return Request("training", body.model_id, body.seq_id, op, digest(op, body), raw)
+        return Request("training", body.model_id, body.seq_id, op, digest(op, body), as_logged(body))
 
     def _require_recipients(self, body: bodies.SaveWeightsExternal) -> None:
         try:
@@ -279,17 +279,17 @@ class ModelRoutes:
             problem.request = body.model_id, body.seq_id
             raise
 
-    def _load(self, things: Things, body: bodies.LoadWeights, raw: bytes) -> Request:
+    def _load(self, things: Things, body: bodies.LoadWeights) -> Request:
         """The record of a load, which may be the first request of the model that it makes."""
-        meaning = digest("load_weights", body)
+        meaning, logged = digest("load_weights", body), as_logged(body)
         if body.model_id is None or body.seq_id is None:
-            return Request("training", self._loaded(things, body), 0, "load_weights", meaning, raw)
+            return Request("training", self._loaded(things, body), 0, "load_weights", meaning, logged)
         try:  # whether the path is there is known when its turn comes: a save may wait before it
             things.require_not_anothers(body.path)
         except Refusal:
             nothing = Refusal(404, f"{body.path} {NO_SUCH}")
             return refused((body.model_id, body.seq_id), "load_weights", meaning, nothing)
-        return Request("training", body.model_id, body.seq_id, "load_weights", meaning, raw)
+        return Request("training", body.model_id, body.seq_id, "load_weights", meaning, logged)
 
     def _loaded(self, things: Things, body: bodies.LoadWeights) -> str:
         """The model that a load makes."""
@@ -381,8 +381,7 @@ class SamplerRoutes:
         return web.json_response({"type": "join_sampling_session", "client_counter": counter})
 
     async def _asample(self, request: web.Request) -> web.Response:
-        raw, things = await self._at.raw(request), self._at.things()
-        body = read_body(bodies.Sample, raw)
+        body, things = await self._at.body(request, bodies.Sample), self._at.things()
         tokens = body.prompt.ids(self._at.base.vocabulary, self._at.settings.context).size
         if body.target_prompt_logprobs is not None:
             body.target_prompt_logprobs.require(tokens - 1, self._at.base.vocabulary)
@@ -397,7 +396,8 @@ class SamplerRoutes:
             weights = self._weights(sampler)
             self._require_room(things, body.num_samples)
             about = {"samples": body.num_samples}
-            self._at.desk.log(Request("sample", sampler.id, seq, "asample", meaning, raw, about, tokens=tokens))
+            logged = as_logged(body)
+            self._at.desk.log(Request("sample", sampler.id, seq, "asample", meaning, logged, about, tokens=tokens))
             self._samples.begin(sampler, seq, weights)
         await self._at.desk.durable()
         id = f"{sampler.id}:{seq}"

@@ -9,6 +9,7 @@ bus or of engines.
   any state that holds its request.
 - A state is written after a step or a load alone, so never with half of the gradients.
 - A request that two processes died of in a row is answered as a fault of the server, and not run again.
+- Data of requests under way lie in memory: an owner begins no other request while its own hold `MOST_HELD_BYTES`.
 - A turn is a request, or a micro-batch of one, with its answer. It goes to the owner that was served least, and to that
   one's model that was served least, in seconds. Where one model has room alone, the one made first is served to its
   last request.
@@ -21,7 +22,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from busrl.system import files
 
 DEATHS = 2  # of processes, in a row, after which a request is not run again
 CREDIT_S = 2.0  # by which an owner may be behind the others: for so long the small steps of one go before large ones
+MOST_HELD_BYTES = 1 << 29
 NOTE_BYTES = 1024  # of the file that names the request that is executed
 
 
@@ -106,6 +108,13 @@ class Line:
 
     def _chain_of(self, number: int) -> bytes:
         return self.answers[number].chain if number >= self.model.first else b""
+
+
+def may_hold(line: Line, loaded: Iterable[Line]) -> bool:
+    """False for a model whose next request is not begun, while those of its owner hold as much as they may: they go on
+    first."""
+    others = (other for other in loaded if other.request and other.model.owner == line.model.owner)
+    return line.request is not None or sum(other.at.held_bytes for other in others) < MOST_HELD_BYTES
 
 
 class Turns:
@@ -319,7 +328,7 @@ class Driver:
             order = [line for line in self.lines.values() if line.ready]
         else:
             order = sorted(self.ready, key=lambda line: self._turns.place(line.model.owner, line.model.id))
-        return next((line for line in order if self._has_room(line)), None)
+        return next((line for line in order if may_hold(line, self._loaded.values()) and self._has_room(line)), None)
 
     def _has_room(self, line: Line) -> bool:
         """Make room for a model; False if those in memory have to answer something first, so that all get on."""

@@ -52,12 +52,14 @@ class Result:
 @dataclass
 class Progress:
     """A model between two steps. `state`: the folder that it begins from, if any; `broken`: why the next step is
-    refused; `whole`: there are no gradients; `under_way`: the `forward_backward` of which a part is computed."""
+    refused; `whole`: there are no gradients; `under_way`: the `forward_backward` of which a part is computed, whose
+    body and data are `held_bytes` of memory."""
 
     state: Path | None = None
     broken: str = ""
     whole: bool = True
     under_way: Pass | None = None
+    held_bytes: int = 0
 
     def breaks(self, why: str) -> None:
         self.broken = self.broken or why
@@ -145,7 +147,7 @@ class Operations:
     def _forward_backward(self, model: Model, at: Progress, request: Request, earlier: Answer | None) -> Result | None:
         if at.under_way is None:
             asked = read_forward_backward(request.body)
-            at.whole = at.whole and asked.forward_only
+            at.whole, at.held_bytes = at.whole and asked.forward_only, len(request.body) + asked.held_bytes
             at.under_way = self._models.begin(model.id, asked.data, asked.loss_fn, asked.config, asked.forward_only)
         if at.under_way.advance():
             return None
@@ -230,9 +232,13 @@ def write_folder(path: Path, about: dict[str, Any], fill: Callable[[Path], None]
         (folder / folders.META).write_text(json.dumps({**about, "files": listed}))
 
 
+class _Path(msgspec.Struct):
+    path: str | None = None
+
+
 def named(request: Request) -> bool:
     """True for a request that saves under a client's name."""
-    return request.op in SAVES and bool(msgspec.json.decode(request.body or b"{}").get("path"))
+    return request.op in SAVES and bool(msgspec.json.decode(request.body or b"{}", type=_Path).path)
 
 
 def by(request: Request) -> str:

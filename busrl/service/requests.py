@@ -33,10 +33,10 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 class Request(msgspec.Struct, omit_defaults=True):
-    """A client's wish. `id` is that of the session, model or sampler concerned, `seq` the number that the
-    client gave it, `op` the operation. `digest` is of its meaning, `body` as it came, unpacked. `about` holds what the
-    door read of the body, for records of other kinds than `training`. `at`: when it was logged, in Unix seconds;
-    `tokens`: of its data or its prompt."""
+    """A client's wish. `id` is that of the session, model or sampler concerned, `seq` the number that the client gave
+    it, `op` the operation. `digest` is of its meaning; `body` is unpacked, and of JSON has the fields that count.
+    `about` holds what the door read of the body, for records of other kinds than `training`. `at`: when it was logged,
+    in Unix seconds; `tokens`: of its data or its prompt."""
 
     kind: str  # session, finish, model, sampler, join, training, refused, sample, delete, ttl
     id: str

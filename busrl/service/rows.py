@@ -39,6 +39,7 @@ from busrl.engines.torch.decoder import Decoder, FastDecoder, RowCache, WholeDec
 from busrl.engines.torch.engine import PREFILL_TOKENS, Index, Prefill, Sampling, TorchEngine
 from busrl.engines.torch.prefix import KeptRow
 from busrl.errors import BugError, UserError, WeightsRefused
+from busrl.service.adapters import is_of_expert
 from busrl.service.beside import BASE, Beside, weights_of, whole_turn
 from busrl.service.model_folders import read_into
 from busrl.service.sampling import PLACES
@@ -49,7 +50,6 @@ LEAST_RANK = 8  # that A and B are padded to: products with few columns sum in a
 SMALL = 400  # numbers: products of fewer torch takes in a loop of its own
 LOOKED_AT = 4096  # outputs of a weight: its products are tried at the start
 MOST_STEADY = 32  # rows that a step may be padded to
-EXPERTS = "experts"  # in the name of a layer: the part of the model that holds all of them
 
 
 # -- products that do not depend on what is beside a row -----
@@ -282,7 +282,7 @@ class Adapters:
     def _load(self, folder: Path, place: int) -> None:
         adapter = lora.read(folder)
         for name, low in adapter.items():
-            if EXPERTS in name.split("."):
+            if is_of_expert(name):
                 raise WeightsRefused(
                     f"{folder}: the adapter changes {name!r}, an expert, which sees the tokens of all rows that are "
                     "routed to it, and not whose they are; create the model with train_mlp=False"

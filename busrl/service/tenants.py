@@ -78,15 +78,16 @@ class Tenant(Trained):
 
 class Tenants(Models[Tenant]):
     """The adapters over the base of a folder. `again`: compute layers again in backward instead of keeping what they
-    gave."""
+    gave; `of_experts`: see `Wearer`."""
 
     def __init__(
         self, folder: Path, *, dtype: str = "float32", device: torch.device | None = None, context: int = 0,
         max_rank: int = MAX_RANK, micro_batch_tokens: int = MICRO_BATCH_TOKENS, again: bool = False,
+        of_experts: bool = True,
     ) -> None:
         base = load(folder, getattr(torch, dtype), device)
         way = choose_forward(base)
-        self._wearer, self._max_rank = Wearer(base), max_rank
+        self._wearer, self._max_rank = Wearer(base, of_experts), max_rank
         if again:
             checkpoint_layers(way)
         super().__init__(folder, way, getattr(torch, dtype), context, micro_batch_tokens)

@@ -96,8 +96,9 @@ def models_of(topology: Topology, process: str) -> Models[Any]:
     if settings.weights == FULL:
         return WholeModels(folder, dtype=dtype, device=where, context=settings.context,
                            micro_batch_tokens=settings.turn_tokens)
+    by_torch = any(entry.role == "rollout" and entry.engine == "torch" for entry in topology.process)
     return Tenants(folder, dtype=dtype, device=where, context=settings.context, max_rank=settings.max_rank,
-                   micro_batch_tokens=settings.turn_tokens)
+                   micro_batch_tokens=settings.turn_tokens, of_experts=not by_torch)
 
 
 def limits_of(topology: Topology) -> Limits:

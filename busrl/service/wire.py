@@ -69,6 +69,12 @@ class ForwardBackward:
         """Tokens of all its data."""
         return self.data.tokens if isinstance(self.data, Columns) else sum(len(datum.tokens) for datum in self.data)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the arrays of its data that are not in its body: those that were read one by one."""
+        data = () if isinstance(self.data, Columns) else self.data
+        return sum(array.nbytes for datum in data for array in (datum.tokens, *datum.inputs.values()))
+
 
 class SampledSequence(NamedTuple):
     """A sample: ids (n,) and their log-probabilities (n,); `topk`: likeliest ids and log-probabilities, (n, k) each."""

@@ -32,7 +32,7 @@ BYTES = 100  # that a model takes
 class Asked:
     """What a body stands for here: the sums that it adds to the gradients, a micro-batch each."""
 
-    loss_fn, config, forward_only = "cross_entropy", {}, False
+    loss_fn, config, forward_only, held_bytes = "cross_entropy", {}, False, 0
 
     def __init__(self, body: bytes) -> None:
         self.data = [float(value) for value in body.split()]
@@ -555,6 +555,24 @@ def test_models_of_silent_or_ended_sessions_give_their_memory_back(service: Serv
     service.train(3, 5)
     service.run()
     assert service.models.values == {"m": 10.0}
+
+
+def test_an_owner_begins_nothing_more_while_its_requests_hold_much(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver.time, "monotonic", Clock())
+    monkeypatch.setattr(driver, "MOST_HELD_BYTES", 2 * len(b"1.5 1.5 1.5") - 1)
+    owners = {"a": "run", "b": "run", "c": "run", "n": "ann"}
+    for name, owner in owners.items():
+        service.model(name, owner=owner)
+        service.forward(1, 1.5, 1.5, 1.5, model=name)
+    service.driver.follow()
+    together = set()
+    while service.driver.advance():
+        under_way = [name for name in owners if service.driver.lines[name].request is not None]
+        together.add((sum(owners[name] == "run" for name in under_way), "n" in under_way))
+    assert (2, True) in together and max(count for count, _ in together) == 2, together
+    assert all(service.models.gradients[name] == 4.5 for name in owners)
 
 
 # -- turns -----

@@ -348,6 +348,15 @@ def test_rows_are_changed_as_training_changes_them_however_layers_are_called(
             torch.testing.assert_close(logits[row : row + 1], wanted, atol=0.2 if how == "narrow" else 1e-3, rtol=1e-3)
 
 
+def test_a_model_whose_adapter_the_engine_would_refuse_is_refused_first(base: Path) -> None:
+    model = model_with(base, "experts")
+    alone, for_rows = Wearer(deepcopy(model)), Wearer(deepcopy(model), of_experts=False)
+    assert any("experts.1" in site.name for site in alone.sites(Adapter(4)))
+    with pytest.raises(UserError, match=r"train_mlp: model.layers.1.mlp.experts.0.gate_proj.*train_mlp=False"):
+        for_rows.sites(Adapter(4))
+    assert for_rows.sites(Adapter(4, mlp=False)) == alone.sites(Adapter(4, mlp=False))
+
+
 def test_adapters_of_experts_are_refused_and_those_beside_them_served(base: Path, tmp_path: Path) -> None:
     model = model_with(base, "experts")
     both, attention = (Worn(model, tmp_path / str(seed), Adapter(4, seed, mlp=seed == 1)) for seed in (1, 2))

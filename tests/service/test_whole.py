@@ -85,6 +85,10 @@ def test_a_step_is_that_of_torch_on_the_whole_model(tmp_path: Path, tied: bool) 
     total.backward()
     metrics = models.forward_backward("m", data, "importance_sampling", {})[1]
     assert metrics == {"loss:sum": pytest.approx(total.item(), rel=1e-5)}
+    gradients = models.tenant("m").weights.gradients()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-4, rtol=1e-4)
+        parameter.grad = gradients[name].clone()  # AdamW's first step makes much of a difference in a small gradient
     every = list(plain.parameters())
     groups = [{"params": [p for p in every if p.ndim > 1], "weight_decay": 0.3},
               {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0}]
@@ -95,7 +99,7 @@ def test_a_step_is_that_of_torch_on_the_whole_model(tmp_path: Path, tied: bool) 
         "unclipped_grad_l2:mean": pytest.approx(float(norm), rel=1e-4)}
     ours = weights(models)
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(ours[f"weights.{name}"], parameter.detach(), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours[f"weights.{name}"], parameter.detach(), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
