@@ -35,7 +35,7 @@ demo: $(STAMP)/train ## train a tiny model by reinforcement learning, from nothi
 demo-real: $(STAMP)/real ## train a Qwen2 of 10 M parameters on reasoning-gym, with a kill and a resume (docs/demo-real.md)
 	@$(BIN)/python examples/real-run/run.py
 
-test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (about a quarter of an hour on two cores)
+test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (five to fifteen minutes on two cores)
 	@$(MAKE) --no-print-directory -j2 -Otarget lint cpp
 	$(PYTEST) -m "not long and not slow and not soak and not vllm" --durations=40
 
