@@ -75,7 +75,7 @@ def test_after_a_reboot_of_the_host_the_next_start_generates_again(
 def test_a_stopped_run_ends_in_order_and_later_starts_finish_it(
     tmp_path: Path, quickstart: None
 ) -> None:
-    run = Run(tmp_path / "run", steps=STEPS)
+    run, opened = Run(tmp_path / "run", steps=STEPS), []
     with running(run):
         for step, number in ((4, signal.SIGINT), (12, signal.SIGTERM)):
             run.until_step(step)
@@ -83,13 +83,15 @@ def test_a_stopped_run_ends_in_order_and_later_starts_finish_it(
             run.child.send_signal(number)
             assert run.wait() == 128 + number, run.tail()
             report = run.audit()
-            assert not report.errors and report.counts.lost == 0 and report.counts.open > 0, report
+            assert not report.errors and report.counts.lost == 0, report
+            opened.append(report.counts.open)  # none where all that was dispatched ended before the learner did
             assert run.paths.open_bin.exists() and run.leftovers() == []
             assert run.summary()["outcome"] == "stopped" and run.step() < STEPS
             assert "signal SIG" not in (run.paths.logs / "launch.log").read_text(), run.tail()
             run.start()
         code = run.wait()
     check_end(run, code)
+    assert any(opened), "samples were open at one stop at least"
     assert "signal SIG" not in (run.paths.logs / "launch.log").read_text(), run.tail()
     told, rows = run.summary(), run.metrics()
     assert told["steps_before"] >= 12 and told["reward"]["first"] == rows[0]["reward"], "the story of all its starts"
