@@ -138,7 +138,7 @@ def test_a_waiter_is_woken_by_a_transition(world):
     seen = world.ring.transitions(State.QUEUED)
     child = world.child(
         f"ring.register('w', 'w'); say('waiting'); say(ring.wait(State.QUEUED, {seen}, 30.0)); "
-        "say(take(State.QUEUED, State.GENERATING) != [])"
+        "say(take(State.QUEUED, State.GENERATING) != []); hear()"  # its end would queue the slot again
     )
     assert child.hear() == "waiting"
     world.dispatch(1)
