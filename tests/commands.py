@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from busrl.system.imports import SAFE
+
 IMPORTS = (
     "busrl.cli.run", "busrl.cli.init", "busrl.agents.trials", "busrl.bus.broker", "busrl.data.chat",
     "busrl.data.sources", "busrl.observe.monitor.recording", "busrl.observe.monitor.screen",
@@ -94,7 +96,7 @@ class Nursery:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno())], pass_fds=(theirs.fileno(),),
+                [sys.executable, *SAFE, __file__, str(theirs.fileno())], pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL, cwd="/", env={**os.environ, "PYTHONPATH": str(root)},
             )
         self._codes: dict[int, int] = {}

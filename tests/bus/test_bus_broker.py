@@ -56,9 +56,9 @@ def test_messages_that_come_while_readiness_is_awaited_are_kept(endpoint):
 def test_an_endpoint_answers_the_ping_of_another(endpoint):
     asker = endpoint("launch", topic(m.Pong, "launch"))
     served = endpoint("rollout/0")
-    asker.send(m.Ping(token="abc"), to="rollout/0")
     answer = None
-    while answer is None:
+    while answer is None:  # again and again: the asker may not know yet that the other listens
+        asker.send(m.Ping(token="abc"), to="rollout/0")
         assert served.recv(0.05) is None
         answer = asker.take()
     assert isinstance(answer, m.Pong) and (answer.token, answer.sender) == ("abc", "rollout/0")

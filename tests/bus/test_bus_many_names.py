@@ -13,8 +13,8 @@ MANY = 3 * MAX_ADDRESSED
 
 def test_an_endpoint_remembers_a_bounded_number_of_names(endpoint):
     said: list[str] = []
-    keeper = endpoint("keeper")
     listener = endpoint("monitor", topic(m.Heartbeat), report=said.append)
+    keeper = endpoint("keeper")
     for number in range(MANY):
         keeper.send(m.Pong(token="x"), to=f"worker-{number:06d}-of-a-pool-of-machines-somewhere")
     keeper.heartbeat("keeper", "x" * MAX_ACTIVITY)
@@ -26,7 +26,7 @@ def test_an_endpoint_remembers_a_bounded_number_of_names(endpoint):
 
 
 def test_a_forgotten_topic_begins_anew_without_counting_as_loss(endpoint):
-    keeper, worker = endpoint("keeper"), endpoint("worker", topic(m.Goodbye, "worker"))
+    worker, keeper = endpoint("worker", topic(m.Goodbye, "worker")), endpoint("keeper")
     for _ in range(3):
         keeper.send(m.Goodbye(), to="worker")
     for number in range(MAX_ADDRESSED):

@@ -17,7 +17,7 @@ LONG_S = 30.0
 
 
 def test_a_wait_ends_by_message_descriptor_or_time(endpoint):
-    sender, listener = endpoint("sender"), endpoint("listener", "SCHEDULER_STATE/")
+    listener, sender = endpoint("listener", "SCHEDULER_STATE/"), endpoint("sender")
     reader, writer = os.pipe()
     try:
         begun = time.monotonic()

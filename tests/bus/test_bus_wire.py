@@ -199,7 +199,7 @@ def test_a_process_that_can_not_reach_libzmq_uses_the_plain_wire(broker):
 
 @pytest.mark.usefixtures("each_wire")
 def test_what_was_fetched_and_not_taken_is_gone_with_the_endpoint(endpoint):
-    sender, listener = endpoint("sender"), endpoint("listener", "GOODBYE/")
+    listener, sender = endpoint("listener", "GOODBYE/"), endpoint("sender")  # who comes later knows who listens
     for _ in range(500):
         sender.send(m.Goodbye())
     assert listener.recv(LONG_S) and listener.recv(LONG_S)

@@ -110,12 +110,12 @@ def test_mathematics_that_waits_for_a_core_is_judged_as_ever(monkeypatch: pytest
 
 
 def test_mathematics_that_would_never_end_is_unequal(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("math_verify")
     judge = function_of("math", timeout_s=1.0)
     assert judge({"answer": "7"}, "$7$", []) == 1.0  # which reads the reference
     before_each_parse(monkeypatch, lambda: all(True for _ in itertools.count()))
     assert judge({"answer": "7"}, "$7$", []) == 0.0
     assert signal.getsignal(signal.SIGPROF) == signal.SIG_DFL
-
 
 
 def test_math_says_so_where_the_reference_cannot_be_read() -> None:
