@@ -10,9 +10,11 @@ bus or of engines.
 - A state is written after a step or a load alone, so never with half of the gradients.
 - A request that two processes died of in a row is answered as a fault of the server, and not run again.
 - Data of requests under way lie in memory: an owner begins no other request while its own hold `MOST_HELD_BYTES`.
-- A turn is a request, or a micro-batch of one, with its answer. It goes to the owner that was served least, and to that
-  one's model that was served least, in seconds. Where one model has room alone, the one made first is served to its
-  last request.
+- A turn is a request with its answer, or a part of one: the forward of a micro-batch, or its backward. It goes to the
+  owner that was served least, and to that one's model that was served least, in seconds. Where one model has room
+  alone, the one made first is served to its last request.
+- What a forward keeps for its backward lies in memory: between the two come small steps alone, undivided, of models
+  that are in memory.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ class Limits:
     keep_answers_s: float = 86400.0
     snapshot_bytes: int = 1 << 62
     alone: bool = False
+    small_tokens: int = 0  # of the data of a small step
 
 
 @dataclass
@@ -85,6 +88,11 @@ class Line:
     def ready(self) -> bool:
         """True if something that was not answered can be executed, after what is to be run again."""
         return self.answered + 1 in self.waiting and self.applied + 1 in self.waiting
+
+    def is_small(self, most_tokens: int) -> bool:
+        """True if its next request is a step, or a part of one of so few tokens."""
+        asked = self.model.requests[self.applied + 1]
+        return asked.op == "optim_step" or (asked.op == "forward_backward" and asked.tokens <= most_tokens)
 
     def go_back(self, number: int) -> None:
         """Continue behind that request: what was executed since waits to be run again."""
@@ -328,6 +336,11 @@ class Driver:
             order = [line for line in self.lines.values() if line.ready]
         else:
             order = sorted(self.ready, key=lambda line: self._turns.place(line.model.owner, line.model.id))
+        halfway = next((line for line in self._loaded.values() if line.at.halfway), None)
+        if halfway is not None:
+            most = self._limits.small_tokens
+            there = [line for line in order if line.model.id in self._loaded]
+            order = [line for line in there if line is halfway or line.is_small(most)]
         return next((line for line in order if may_hold(line, self._loaded.values()) and self._has_room(line)), None)
 
     def _has_room(self, line: Line) -> bool:
@@ -425,7 +438,8 @@ class Driver:
                        "gradients of its step are dropped")
             return self._not_again(line, request, why)
         done = earlier if earlier is not None and earlier.state == "done" else None
-        return self._operations.run(line.model, line.at, request, done)
+        between = any(other.at.halfway for other in self._loaded.values() if other is not line)
+        return self._operations.run(line.model, line.at, request, done, in_one=between or self._limits.alone)
 
     def _not_again(self, line: Line, request: Request, why: str) -> Result:
         text = f"request {request.seq} ({request.op}) {why}"

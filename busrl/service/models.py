@@ -7,7 +7,8 @@ of clients, logs, numbers of requests or of who waits.
 - Gradients add up over `forward_backward` until `optim_step` uses them or `drop_gradients` throws them away.
 - What is refused (UserFault) before a backward changes nothing. After a `forward_backward` that failed the caller drops
   the gradients: a part of its data may have added to them.
-- The same calls give the same numbers, to the bit on a CPU with one thread; other models on the base change nothing.
+- The same calls give the same numbers, to the bit on a CPU with one thread; other models on the base change nothing,
+  those that are trained between the forward and the backward of a micro-batch included.
 - A state is weights, moments and steps, never gradients. Its folder is filled file by file, a tensor at a time: whoever
   calls gives one that is renamed when it is whole. Nothing is a pickle.
 """
@@ -44,6 +45,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # names of torch
 MICRO_BATCH_TOKENS = 2048
 LONGEST = 1 << 20
 Outputs = list[dict[str, NDArray[np.float32]]]
+# The summed loss and the log-probabilities of a micro-batch, and what adds its gradients, if it has any.
+Computed = tuple[float, list[NDArray[np.float32]], Callable[[], None] | None]
 
 
 @dataclass(frozen=True)
@@ -72,19 +75,31 @@ class Pass:
     """A forward_backward under way. `outputs` and `metrics` are whole once `advance` has returned False."""
 
     def __init__(
-        self, parts: Iterable[list[int]], compute: Callable[[list[int]], tuple[float, list[NDArray[np.float32]]]],
-        forward_only: bool,
+        self, parts: Iterable[list[int]], compute: Callable[[list[int]], Computed], forward_only: bool
     ) -> None:
         self._left, self._compute, self.forward_only = deque(parts), compute, forward_only
         self._logprobs: dict[int, NDArray[np.float32]] = {}
         self._total = 0.0
+        self._backward: Callable[[], None] | None = None  # of the micro-batch whose forward was computed
 
-    def advance(self) -> bool:
-        """Compute a micro-batch; True if there is another one. UserFault for a loss that is not finite."""
-        numbers = self._left.popleft()
-        total, logprobs = self._compute(numbers)
-        self._total += total
-        self._logprobs |= zip(numbers, logprobs)
+    @property
+    def halfway(self) -> bool:
+        """True between the forward of a micro-batch, which holds memory for its backward, and that."""
+        return self._backward is not None
+
+    def advance(self, in_one: bool = False) -> bool:
+        """Compute the forward of a micro-batch or, behind that, its backward; with `in_one` both. True if there is
+        more. UserFault for a loss that is not finite."""
+        if self._backward is None:
+            numbers = self._left.popleft()
+            total, logprobs, self._backward = self._compute(numbers)
+            self._total += total
+            self._logprobs |= zip(numbers, logprobs)
+            if self._backward is not None and not in_one:
+                return True
+        if self._backward is not None:
+            backward, self._backward = self._backward, None
+            backward()
         return bool(self._left)
 
     @property
@@ -223,7 +238,7 @@ class Models(ABC, Generic[Kind]):
         """Per datum `logprobs` in the shape of its targets, and the summed loss as `loss:sum`; adds gradients unless
         `forward_only`."""
         under_way = self.begin(name, data, loss_fn, config, forward_only)
-        while under_way.advance():
+        while under_way.advance(in_one=True):
             pass
         return under_way.outputs, under_way.metrics
 
@@ -235,7 +250,7 @@ class Models(ABC, Generic[Kind]):
         check(data, loss_fn, config, self._context, self._vocabulary)
         model = self._models[name]
 
-        def compute(numbers: list[int]) -> tuple[float, list[NDArray[np.float32]]]:
+        def compute(numbers: list[int]) -> Computed:
             chosen = [data[number] for number in numbers]
             return self._micro_batch(model, numbers, chosen, loss_fn, config, forward_only)
 
@@ -243,15 +258,19 @@ class Models(ABC, Generic[Kind]):
 
     def _micro_batch(
         self, model: Kind, numbers: list[int], data: list[Datum], loss_fn: str, config: Config, forward_only: bool,
-    ) -> tuple[float, list[NDArray[np.float32]]]:
-        """The summed loss and the log-probabilities of data with these numbers in their request."""
+    ) -> Computed:
+        """Compute data with these numbers in their request, but for their gradients."""
         with model.computing(), torch.set_grad_enabled(not forward_only):
             scores, losses = self._losses(data, loss_fn, config)
             _refuse_infinite(losses, numbers, data)
-            if not forward_only:
+
+        def backward() -> None:
+            with model.computing():
                 model.add(losses)
+
         rows = torch.split(scores.detach().float().cpu(), [len(datum.tokens) for datum in data])
-        return float(losses.detach().double().sum()), [row.numpy() for row in rows]
+        total = float(losses.detach().double().sum())
+        return total, [row.numpy() for row in rows], None if forward_only else backward
 
     def optim_step(self, name: str, adam: Adam) -> dict[str, float]:
         """Step with the gradients since the last one, and use them up; UserFault if there are none."""

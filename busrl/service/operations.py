@@ -3,7 +3,7 @@
 Called by the driver, which knows order and answers. Talks to `models` and to folders. Knows nothing of
 logs, of turns or of other models.
 
-- A `forward_backward` is executed a micro-batch at a time: it has no result until the last one.
+- A `forward_backward` is executed in parts: the forward of a micro-batch, its backward. The last one has the result.
 - What a request saved, it finds again when it is run again: a folder says by which request it is.
 - A step that fails leaves no gradients behind: the next one begins with its own.
 """
@@ -53,13 +53,19 @@ class Result:
 class Progress:
     """A model between two steps. `state`: the folder that it begins from, if any; `broken`: why the next step is
     refused; `whole`: there are no gradients; `under_way`: the `forward_backward` of which a part is computed, whose
-    body and data are `held_bytes` of memory."""
+    body and data are `held_bytes` of memory; `in_one`: a forward comes with its backward."""
 
     state: Path | None = None
     broken: str = ""
     whole: bool = True
     under_way: Pass | None = None
     held_bytes: int = 0
+    in_one: bool = False
+
+    @property
+    def halfway(self) -> bool:
+        """True if the backward of a micro-batch waits, whose forward was computed."""
+        return self.under_way is not None and self.under_way.halfway
 
     def breaks(self, why: str) -> None:
         self.broken = self.broken or why
@@ -106,9 +112,12 @@ class Operations:
 
     # -- requests -----
 
-    def run(self, model: Model, at: Progress, request: Request, earlier: Answer | None) -> Result | None:
+    def run(
+        self, model: Model, at: Progress, request: Request, earlier: Answer | None, in_one: bool = False,
+    ) -> Result | None:
         """Execute a request; None if a part of it is left for another call. `earlier`: its answer, if it was done
-        before. No exception of one model ends the process."""
+        before; `in_one`: a forward comes with its backward. No exception of one model ends the process."""
+        at.in_one = in_one
         try:
             if not self.has(model):
                 self._load(model, at)
@@ -149,7 +158,7 @@ class Operations:
             asked = read_forward_backward(request.body)
             at.whole, at.held_bytes = at.whole and asked.forward_only, len(request.body) + asked.held_bytes
             at.under_way = self._models.begin(model.id, asked.data, asked.loss_fn, asked.config, asked.forward_only)
-        if at.under_way.advance():
+        if at.under_way.advance(at.in_one):
             return None
         computed, at.under_way = at.under_way, None
         outputs, metrics = computed.outputs, computed.metrics

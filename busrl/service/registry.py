@@ -45,12 +45,13 @@ ALL_WEIGHTS = {"rank": 0, "seed": 0, "attn": True, "mlp": True, "unembed": True}
 
 
 class Numbered(NamedTuple):
-    """A numbered request of a model or sampler, whose record stands at `place`."""
+    """A numbered request of a model or sampler, whose record stands at `place`; `tokens`: of its data."""
 
     kind: str
     op: str
     digest: bytes
     place: Place
+    tokens: int = 0
 
 
 @dataclass
@@ -134,7 +135,7 @@ class Registry:
         """Know the requests of a model again that were forgotten. `log`: all records."""
         for request, place in log:
             if request.id == model.id and request.kind in ("training", "refused"):
-                model.requests[request.seq] = Numbered(request.kind, request.op, request.digest, place)
+                model.requests[request.seq] = numbered(request, place)
 
     def _metadata(self, about: dict[str, Any]) -> Metadata:
         """A client's own words about what it makes, which stand in the log as JSON."""
@@ -166,7 +167,7 @@ class Registry:
 
     def _add_training(self, request: Request, place: Place) -> None:
         model = self.models[request.id]
-        model.requests[request.seq] = Numbered(request.kind, request.op, request.digest, place)
+        model.requests[request.seq] = numbered(request, place)
         model.newest_at = request.at
         if request.op in SAVES:
             self._add_save(model, request, self._decode(request.body))
@@ -193,12 +194,17 @@ class Registry:
         self.models[request.id].saves[request.seq].expires = request.about["expires"]
 
     def _add_refused(self, request: Request, place: Place) -> None:
-        self.models[request.id].requests[request.seq] = Numbered(request.kind, request.op, request.digest, place)
+        self.models[request.id].requests[request.seq] = numbered(request, place)
 
     def _add_sample(self, request: Request, place: Place) -> None:
         if not self._samples:
             return
         self.samplers[request.id].requests[request.seq] = Numbered(request.kind, "asample", request.digest, place)
+
+
+def numbered(request: Request, place: Place) -> Numbered:
+    """The entry of a numbered request of a model."""
+    return Numbered(request.kind, request.op, request.digest, place, request.tokens)
 
 
 def session_of(id: str) -> str:

@@ -33,6 +33,7 @@ from busrl.topology import Topology
 
 log = logging.getLogger("busrl")
 TEND_S = 5.0
+SMALL_SHARE = 4  # of a turn: what comes between a forward and its backward may hold so much more
 
 
 def import_all(topology: Topology, name: str) -> None:
@@ -106,4 +107,5 @@ def limits_of(topology: Topology) -> Limits:
     return Limits(
         topology.learner.wal == "sync", settings.state_every_s, settings.session_s, settings.resident_mb << 20,
         settings.keep_answers_s, settings.snapshot_mb << 20, settings.weights == FULL,
+        settings.turn_tokens // SMALL_SHARE,
     )

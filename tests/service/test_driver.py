@@ -19,7 +19,7 @@ from busrl.service import driver, operations
 from busrl.service.driver import CREDIT_S, Driver, Limits
 from busrl.service.figures import Course
 from busrl.service.folders import ServiceFolders
-from busrl.service.models import Pass
+from busrl.service.models import Computed, Pass
 from busrl.service.requests import SEGMENT_BYTES, Answer, LogReader, LogWriter, Request
 from busrl.service.sums import UserFault
 
@@ -46,6 +46,7 @@ class Models:
         self.gradients: dict[str, float] = {}
         self.calls: list[str] = []
         self.most = 0  # models that were in memory at the same time
+        self.halves = False  # a micro-batch is a forward and a backward
 
     def bytes_of(self, adapter: object) -> int:
         return BYTES
@@ -65,15 +66,21 @@ class Models:
     ) -> Pass:
         return Pass([[number] for number in range(len(data))], partial(self._compute, name, data), forward_only)
 
-    def _compute(self, name: str, data: Sequence[float], numbers: list[int]) -> tuple[float, list[np.ndarray]]:
+    def _compute(self, name: str, data: Sequence[float], numbers: list[int]) -> Computed:
         value = data[numbers[0]]
         self.calls.append(f"forward {value:g}")
         if value < 0:
             raise UserFault("a negative value")
         if value == 13:
             raise KeyboardInterrupt  # as a kill would
-        self.gradients[name] += value
-        return value, [np.zeros(0, np.float32)]
+        if not self.halves:
+            self.gradients[name] += value
+
+        def backward() -> None:
+            self.calls.append(f"backward {value:g}")
+            self.gradients[name] += value
+
+        return value, [np.zeros(0, np.float32)], backward if self.halves else None
 
     def optim_step(self, name: str, adam: object) -> dict[str, float]:
         self.calls.append("step")
@@ -134,12 +141,13 @@ class Service:
         self.log.close()
 
     def ask(self, seq: int, op: str, model: str = "m", **body: Any) -> None:
+        tokens = body.pop("tokens", 0)
         raw = body.pop("raw", "") or json.dumps({"model_id": model, "seq_id": seq, **body})
         meaning = hashlib.blake2b(f"{op} {seq} {raw}".encode(), digest_size=8).digest()
-        self.log.write(Request("training", model, seq, op, meaning, raw.encode()))
+        self.log.write(Request("training", model, seq, op, meaning, raw.encode(), tokens=tokens))
 
-    def forward(self, seq: int, *values: float, model: str = "m") -> None:
-        self.ask(seq, "forward_backward", model, raw=" ".join(map(str, values)))
+    def forward(self, seq: int, *values: float, model: str = "m", tokens: int = 0) -> None:
+        self.ask(seq, "forward_backward", model, raw=" ".join(map(str, values)), tokens=tokens)
 
     def train(self, seq: int, value: float, model: str = "m") -> None:
         """A step of two requests."""
@@ -593,6 +601,35 @@ def test_a_request_of_much_work_lets_another_owner_in(service: Service, monkeypa
     service.run()
     assert service.said() == [(1, "done")]
     assert service.models.gradients["m"] == sum(range(20, 30))
+
+
+def test_between_a_forward_and_its_backward_come_small_steps_alone(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver.time, "monotonic", Clock())
+    service.model("small", owner="ann")
+    service.model("large", owner="eve")
+    service.model("parked", owner="joe")
+    service.restart(small_tokens=10)
+    for name in ("small", "large"):
+        service.train(1, 0, name)
+    service.run()
+    service.models.halves = True
+    service.forward(1, *range(40, 52), tokens=30)
+    service.driver.follow()
+    for _ in range(2 * 10 + 1):
+        service.driver.advance()
+    del service.models.calls[:-1]
+    service.forward(3, 1, model="small", tokens=10)
+    service.step(4, "small")
+    service.forward(3, 70, model="large", tokens=11)
+    service.forward(1, 90, model="parked", tokens=1)
+    service.run()
+    calls = service.models.calls
+    assert calls[:5] == ["forward 50", "forward 1", "backward 1", "step", "backward 50"], calls
+    assert calls.index("forward 70") > 4 and calls.index("forward 90") > 4
+    assert all(calls[calls.index(f"forward {large}"):].index(f"backward {large}") == 1 for large in (70, 90)), calls
+    assert service.models.gradients == {"m": float(sum(range(40, 52))), "small": 0.0, "large": 70.0, "parked": 90.0}
 
 
 def test_owners_get_the_same_time_however_many_models_they_have(
