@@ -6,7 +6,8 @@ Read by the door. Knows the fields of the interface and their limits, nothing of
   with a remedy.
 - A `BadBody` of a training request has its model and number if those can be read: a status in place of a future would
   leave a gap that its client waits behind for ever.
-- `BODIES` has a struct for each route with a body of JSON; `read_body` is the one way in.
+- `BODIES` has a struct for each route with a body of JSON; `read_body` is the one way in. Behind the log it is
+  `read_logged`: all fields are written there, so a body may be longer than the one that came.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,128}")
 SAVED = re.compile(
     r"tinker://([A-Za-z0-9._:-]{1,300})/(weights|sampler_weights|external_weights)/((?!\.+$)[A-Za-z0-9._-]{1,128})")
 LAST_NUMBER: Final = 2**31 - 1
+MOST_NESTED = 1 << 16  # objects and lists of a body: each becomes one here, however few bytes it has
 JSON_BYTES, METADATA_BYTES, SHOWN_BYTES = 8 << 20, 16 << 10, 1 << 20  # the last: a larger body's value is not shown
 MOST_SAMPLES, MOST_STOPS, MOST_TOP, MOST_RETRIEVED = 128, 64, 128, 1 << 16
 
@@ -446,6 +448,8 @@ def read_body(kind: type[Kind], body: bytes) -> Kind:
     """A body as a struct of that kind, checked; an empty body is an empty object. BadBody: it is none."""
     if len(body) > JSON_BYTES:
         raise TooLarge("", f"{len(body)} bytes of JSON; {JSON_BYTES} at most", "send less")
+    if (nested := body.count(b"{") + body.count(b"[")) > MOST_NESTED:
+        raise TooLarge("", f"{nested} objects and lists; {MOST_NESTED} at most", "send fewer")
     try:
         body.decode()  # the next line looks into no text of a field that the interface does not name
         read = msgspec.json.decode(body or b"{}", type=kind)
@@ -463,6 +467,11 @@ def read_body(kind: type[Kind], body: bytes) -> Kind:
 def as_logged(body: Fields) -> bytes:
     """The body with the fields that the interface names alone: whatever else a client sent, nobody reads again."""
     return msgspec.json.encode(body)
+
+
+def read_logged(kind: type[Kind], body: bytes) -> Kind:
+    """A body that was checked before it was logged."""
+    return msgspec.json.decode(body or b"{}", type=kind)
 
 
 def _numbered(kind: type[Fields], body: bytes) -> tuple[str, int] | None:

@@ -14,7 +14,8 @@ bus or of engines.
   owner that was served least, and to that one's model that was served least, in seconds. Where one model has room
   alone, the one made first is served to its last request.
 - What a forward keeps for its backward lies in memory: between the two come small steps alone, undivided, of models
-  that are in memory.
+  that are in memory, and only while the next one in the order is such a step. Where no other model is in memory, the
+  two are one turn. Both count as one: an owner who waited through the forward is not owed less for the backward.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from busrl.system import files
 DEATHS = 2  # of processes, in a row, after which a request is not run again
 CREDIT_S = 2.0  # by which an owner may be behind the others: for so long the small steps of one go before large ones
 MOST_HELD_BYTES = 1 << 29
+SMALL_TOKEN_BYTES = 64  # of a token of a small step, in the log
 NOTE_BYTES = 1024  # of the file that names the request that is executed
 
 
@@ -90,9 +92,11 @@ class Line:
         return self.answered + 1 in self.waiting and self.applied + 1 in self.waiting
 
     def is_small(self, most_tokens: int) -> bool:
-        """True if its next request is a step, or a part of one of so few tokens."""
+        """True if its next request is a step, or a part of one of so few tokens and few targets of each."""
         asked = self.model.requests[self.applied + 1]
-        return asked.op == "optim_step" or (asked.op == "forward_backward" and asked.tokens <= most_tokens)
+        if asked.op == "forward_backward":
+            return 0 < asked.tokens <= most_tokens and asked.place.size <= most_tokens * SMALL_TOKEN_BYTES
+        return asked.op == "optim_step"
 
     def go_back(self, number: int) -> None:
         """Continue behind that request: what was executed since waits to be run again."""
@@ -183,11 +187,13 @@ class Suspects:
 
 
 class AnswerLog:
-    """The log of answers, in which the newest one may not be yet. `note` is told where each was written."""
+    """The log of answers, in which the newest one may not be yet. `note` is told where each was written; `written`: how
+    many were."""
 
     def __init__(self, log: LogWriter, sync: bool, note: Callable[[Place], None]) -> None:
         self._log, self._sync, self._note = log, sync, note
         self.unwritten: Answer | None = None
+        self.written = 0
         self.close = log.close
 
     def put(self, answer: Answer) -> None:
@@ -201,6 +207,7 @@ class AnswerLog:
             self.unwritten = None
             if self._sync:
                 self._log.sync()
+            self.written += 1
 
 
 class Driver:
@@ -219,7 +226,7 @@ class Driver:
         self._upkeep = Upkeep(where, self._registry, limits.keep_answers_s, limits.snapshot_bytes)
         snapshots = self._read_answers()
         self._operations = Operations(models, where, warn, snapshots)
-        self._answers = AnswerLog(LogWriter(where.answers), limits.sync, self._upkeep.note_answer)
+        self.answers = AnswerLog(LogWriter(where.answers), limits.sync, self._upkeep.note_answer)
         self._log = LogReader(where.requests)
         self._decode_request = msgspec.msgpack.Decoder(Request).decode
         self._suspects = Suspects(where.executing)
@@ -257,16 +264,17 @@ class Driver:
         begun = time.monotonic()  # what makes room for a model is of its turn
         if (line := self._next()) is None:
             return False
+        took = self._turns.took_more if line.at.halfway else self._turns.took
         self._turn(line)
         line.used_at = time.monotonic()
-        self._turns.took(line.model.owner, line.model.id, line.used_at - begun)
+        took(line.model.owner, line.model.id, line.used_at - begun)
         return True
 
     def flush(self) -> None:
         """Write the newest answer, if it is not in the log yet, at the cost of its model. DiskFull: try again."""
-        if (answer := self._answers.unwritten) is not None:
+        if (answer := self.answers.unwritten) is not None:
             begun, model = time.monotonic(), self.lines[answer.id].model
-            self._answers.write()
+            self.answers.write()
             self._turns.took_more(model.owner, model.id, time.monotonic() - begun)
 
     def tend(self) -> None:
@@ -294,7 +302,7 @@ class Driver:
             self._write_state(line)
 
     def close(self) -> None:
-        self._answers.close()
+        self.answers.close()
         self._suspects.close()
 
     # -- a start -----
@@ -336,11 +344,10 @@ class Driver:
             order = [line for line in self.lines.values() if line.ready]
         else:
             order = sorted(self.ready, key=lambda line: self._turns.place(line.model.owner, line.model.id))
-        halfway = next((line for line in self._loaded.values() if line.at.halfway), None)
-        if halfway is not None:
-            most = self._limits.small_tokens
-            there = [line for line in order if line.model.id in self._loaded]
-            order = [line for line in there if line is halfway or line.is_small(most)]
+        if halfway := next((line for line in self._loaded.values() if line.at.halfway), None):
+            first = order[0]
+            there = first.model.id in self._loaded and may_hold(first, self._loaded.values())
+            return first if there and first.is_small(self._limits.small_tokens) else halfway
         return next((line for line in order if may_hold(line, self._loaded.values()) and self._has_room(line)), None)
 
     def _has_room(self, line: Line) -> bool:
@@ -391,7 +398,7 @@ class Driver:
         if unfinished or line.applied <= line.state_at or not self._operations.has(line.model):
             return
         try:
-            self._answers.write()  # the answers that a state holds are in the log before it
+            self.answers.write()  # the answers that a state holds are in the log before it
             self._operations.write_state(line.model, line.applied, line.chain)
         except DiskFull as problem:  # a death costs more time until there is room again
             self._warn(f"{line.model.id}: no state after request {line.applied}: {problem}")
@@ -438,8 +445,9 @@ class Driver:
                        "gradients of its step are dropped")
             return self._not_again(line, request, why)
         done = earlier if earlier is not None and earlier.state == "done" else None
-        between = any(other.at.halfway for other in self._loaded.values() if other is not line)
-        return self._operations.run(line.model, line.at, request, done, in_one=between or self._limits.alone)
+        others = [other for other in self._loaded.values() if other is not line]
+        in_one = not others or any(other.at.halfway for other in others)
+        return self._operations.run(line.model, line.at, request, done, in_one)
 
     def _not_again(self, line: Line, request: Request, why: str) -> Result:
         text = f"request {request.seq} ({request.op}) {why}"
@@ -468,6 +476,6 @@ class Driver:
                         result.weights)
         line.answers[request.seq] = msgspec.structs.replace(answer, payload=b"")
         line.answered, line.fresh = request.seq, False
-        self._answers.put(answer)
+        self.answers.put(answer)
         if request.seq + 1 not in line.waiting:
             self._asked.pop(request.id, None)

@@ -34,6 +34,7 @@ from busrl.data.vocabulary import token_rows
 from busrl.service.adapters import Adapter
 from busrl.service.registry import require_kind
 from busrl.service.sums import TARGETS, Config, Datum, UserFault, check, losses_of
+from busrl.system.device import synchronize
 from busrl.training.batch import Flat, Sample, cut, flatten
 from busrl.training.forward import Forward
 from busrl.training.model import vocabulary
@@ -267,6 +268,7 @@ class Models(ABC, Generic[Kind]):
         def backward() -> None:
             with model.computing():
                 model.add(losses)
+            synchronize(self._device)  # its time and its faults are of this turn
 
         rows = torch.split(scores.detach().float().cpu(), [len(datum.tokens) for datum in data])
         total = float(losses.detach().double().sum())

@@ -28,7 +28,7 @@ from busrl.service.bodies import (
     SaveWeights,
     SaveWeightsExternal,
     SaveWeightsForSampler,
-    read_body,
+    read_logged,
 )
 from busrl.service.folders import ServiceFolders
 from busrl.service.models import Adam, Models, Pass
@@ -169,7 +169,7 @@ class Operations:
     def _optim_step(self, model: Model, at: Progress, request: Request, earlier: Answer | None) -> Result:
         if at.broken:
             raise UserFault(f"{at.broken}; its gradients were dropped, nothing was changed")
-        asked = read_body(OptimStep, request.body).adam_params
+        asked = read_logged(OptimStep, request.body).adam_params
         assert asked is not None  # the door looked
         metrics = self._models.optim_step(model.id, Adam(**msgspec.structs.asdict(asked)))
         at.whole = True
@@ -181,13 +181,13 @@ class Operations:
         def fill(folder: Path) -> None:
             self._models.save_state(model.id, folder)
 
-        asked = read_body(SaveWeights, request.body)
+        asked = read_logged(SaveWeights, request.body)
         return self._saved(model, request, earlier, asked.path, asked.overwrite, 0, fill)
 
     def _save_weights_for_sampler(
         self, model: Model, at: Progress, request: Request, earlier: Answer | None
     ) -> Result:
-        asked = read_body(SaveWeightsForSampler, request.body)
+        asked = read_logged(SaveWeightsForSampler, request.body)
         number = earlier.weights if earlier is not None else self._snapshots + 1
         sampler = "" if asked.path else f"{model.session}:sample:{asked.sampling_session_seq_id}"
         if number and not (earlier and self._where.snapshot(number).exists()):
@@ -201,7 +201,7 @@ class Operations:
         return Result("done", msgspec.json.encode(told), weights=number)
 
     def _save_weights_external(self, model: Model, at: Progress, request: Request, earlier: Answer | None) -> Result:
-        asked = read_body(SaveWeightsExternal, request.body)
+        asked = read_logged(SaveWeightsExternal, request.body)
         return self._saved(model, request, earlier, asked.path, False, 0,
                            lambda folder: self._models.snapshot(model.id, folder))
 
@@ -222,7 +222,7 @@ class Operations:
         return Result("done", msgspec.json.encode({"path": path, "type": request.op}), weights=number)
 
     def _load_weights(self, model: Model, at: Progress, request: Request, earlier: Answer | None) -> Result:
-        asked = read_body(LoadWeights, request.body)
+        asked = read_logged(LoadWeights, request.body)
         named = saved(asked.path)
         folder = self._where.saved_as(*named) if named and named[1] == "weights" else None
         if folder is None or folders.about(folder) is None:

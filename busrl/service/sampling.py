@@ -24,7 +24,7 @@ import numpy.typing as npt
 from busrl.data.chat import LightTokenizer
 from busrl.errors import CallUnanswered, RingError
 from busrl.ring.calls import AsyncCaller, CallAnswer, ModelCall
-from busrl.service.bodies import BadBody, Sample, SamplingParams, read_body
+from busrl.service.bodies import BadBody, Sample, SamplingParams, read_logged
 from busrl.service.desk import Desk
 from busrl.service.folders import ServiceFolders
 from busrl.service.registry import Sampler, session_of
@@ -161,7 +161,7 @@ class Samples:
     async def _answer(self, sampler: Sampler, seq: int, weights: int, order: int) -> None:
         name = sampler.id, seq
         try:
-            asked = read_body(Sample, self._desk.request(sampler.requests[seq]).body)
+            asked = read_logged(Sample, self._desk.request(sampler.requests[seq]).body)
             source = Source(weights or await self._weights(sampler), order)
             drawn = await asyncio.gather(
                 *(self._draw(asked, f"{sampler.id}:{seq}", index, source) for index in range(asked.num_samples)))

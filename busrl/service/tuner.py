@@ -47,6 +47,7 @@ class Tuner(Actor):
     tick_s = 0.1  # without a message
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (RequestsLogged,)
     next_tend: float = 0.0
+    told: int = 0  # answers of this life that the door was told of
 
     def setup(self) -> None:
         topology = self.topology
@@ -75,7 +76,8 @@ class Tuner(Actor):
         with self.activity("request", self.topology.limits.work_s):
             advanced = self.driver.advance()
         self.write_or_wait("answers", self.driver.flush)
-        if advanced:
+        if self.driver.answers.written > self.told:
+            self.told = self.driver.answers.written
             self.bus.send(AnswersLogged())
         return advanced
 

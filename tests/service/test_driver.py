@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class Models:
         self.calls: list[str] = []
         self.most = 0  # models that were in memory at the same time
         self.halves = False  # a micro-batch is a forward and a backward
+        self.worked: Callable[[float], None] = lambda seconds: None  # told what a forward or a backward takes
 
     def bytes_of(self, adapter: object) -> int:
         return BYTES
@@ -69,6 +70,7 @@ class Models:
     def _compute(self, name: str, data: Sequence[float], numbers: list[int]) -> Computed:
         value = data[numbers[0]]
         self.calls.append(f"forward {value:g}")
+        self.worked(value)
         if value < 0:
             raise UserFault("a negative value")
         if value == 13:
@@ -78,6 +80,7 @@ class Models:
 
         def backward() -> None:
             self.calls.append(f"backward {value:g}")
+            self.worked(2 * value)
             self.gradients[name] += value
 
         return value, [np.zeros(0, np.float32)], backward if self.halves else None
@@ -111,6 +114,19 @@ class Clock:
     def __call__(self) -> float:
         self._now += 0.5
         return self._now
+
+
+class Worked:
+    """A clock by which time is what was worked."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def add(self, seconds: float) -> None:
+        self._now += seconds
 
 
 class Service:
@@ -626,10 +642,29 @@ def test_between_a_forward_and_its_backward_come_small_steps_alone(
     service.forward(1, 90, model="parked", tokens=1)
     service.run()
     calls = service.models.calls
-    assert calls[:5] == ["forward 50", "forward 1", "backward 1", "step", "backward 50"], calls
-    assert calls.index("forward 70") > 4 and calls.index("forward 90") > 4
-    assert all(calls[calls.index(f"forward {large}"):].index(f"backward {large}") == 1 for large in (70, 90)), calls
+    assert calls[:4] == ["forward 50", "forward 1", "backward 1", "backward 50"], calls  # then it was eve's turn
+    for large in (50, 51, 70, 90):
+        between = calls[calls.index(f"forward {large}") + 1 : calls.index(f"backward {large}")]
+        assert set(between) <= {"forward 1", "backward 1", "step"}, calls
     assert service.models.gradients == {"m": float(sum(range(40, 52))), "small": 0.0, "large": 70.0, "parked": 90.0}
+
+
+def test_large_owners_get_their_time_though_small_steps_come_between_halves(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, seconds = Worked(), {"large": 10.0, "small": 0.5, "middle": 1.0}
+    monkeypatch.setattr(driver.time, "monotonic", clock)
+    for name in seconds:
+        service.model(name, owner=name)
+        for seq in range(1, 701):
+            service.forward(seq, seconds[name], model=name, tokens=1 if name == "small" else 30)
+    service.restart(small_tokens=10)
+    service.models.halves, service.models.worked = True, clock.add
+    service.driver.follow()
+    while clock() < 3000:
+        service.driver.advance()
+    served = [3 * service.models.gradients[name] for name in seconds]
+    assert max(served) - min(served) <= 2 * 30, served  # a request of the large one takes 30
 
 
 def test_owners_get_the_same_time_however_many_models_they_have(
