@@ -35,6 +35,7 @@ from busrl.scheduling.predictor import Candidate, Predictor
 from busrl.states import uid_of
 
 LOOK = 64  # groups opened per look
+MOST_DECISIONS = 1_000_000  # of a round: the fates of a quick machine's have room
 GROUP, SLOTS, ROWS = 8, 4096, 1024
 LINE = np.dtype([("state", "u1"), ("segs", "u1"), ("cls", "u4"), ("uid", "u8"), ("admission", "u8"), ("step", "u4"),
                  ("reward", "f8")])
@@ -79,7 +80,7 @@ class Loop:
         self.open: list[int] = []
         self.apart_s = 0.0
         self.lines = np.zeros(SLOTS, LINE)
-        self.fates = np.zeros(2 * GROUP * (waiting + 2_000_000 // GROUP), np.uint8)
+        self.fates = np.zeros(2 * GROUP * (waiting + MOST_DECISIONS), np.uint8)
         self.scanner = GroupScanner(self.fates, GROUP, horizon=waiting)
         self.supply()
 
