@@ -218,7 +218,7 @@ def test_what_the_template_refuses_is_refused_with_its_words(make: Make) -> None
 
 @pytest.mark.parametrize("depth", [900, 5_000, 100_000])
 def test_a_message_that_is_nested_too_deeply_is_refused_or_rendered(make: Make, depth: int) -> None:
-    """How deep a value may be that Python reads and writes depends on its version; nothing else is raised."""
+    """Versions of Python differ in how deep a value they read. No depth raises anything else."""
     arguments = '{"a":' * depth + "1" + "}" * depth
     call = says("assistant", "", tool_calls=[{"id": "c", "function": {"name": "add", "arguments": arguments}}])
     refused = pytest.raises(CallRefused) if depth == 900 and sys.version_info < (3, 12) else suppress(CallRefused)

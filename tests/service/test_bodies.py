@@ -26,6 +26,7 @@ from busrl.service.bodies import (
     TooLarge,
     as_logged,
     read_body,
+    read_logged,
 )
 
 PAGE = (Path(__file__).parents[2] / "docs/service-wire.md").read_text()
@@ -71,6 +72,15 @@ def test_no_objects_are_made_of_what_the_interface_does_not_name() -> None:
         assert tracemalloc.get_traced_memory()[1] < 2 * len(body)
     finally:
         tracemalloc.stop()
+
+
+def test_a_body_at_the_limit_is_read_from_the_log_where_it_is_longer() -> None:
+    spare = len(json.dumps({**SAMPLE, "prompt": {"chunks": [{"tokens": []}]}}))
+    tokens = ",".join(["1"] * ((JSON_BYTES - spare) // 2))
+    raw = json.dumps(SAMPLE).replace("5, 6", tokens).encode()
+    read = read_body(Sample, raw)
+    assert len(raw) <= JSON_BYTES < len(as_logged(read))
+    assert read_logged(Sample, as_logged(read)) == read
 
 
 def test_bodies_of_all_routes_were_recorded_but_those_of_cancelling() -> None:
