@@ -45,7 +45,7 @@ from busrl.system import files
 
 DEATHS = 2  # of processes, in a row, after which a request is not run again
 CREDIT_S = 2.0  # by which an owner may be behind the others: for so long the small steps of one go before large ones
-MOST_HELD_BYTES = 1 << 29
+MOST_HELD_BYTES = 1 << 29  # of bodies and data of an owner's requests under way
 SMALL_TOKEN_BYTES = 64  # of a token of a small step, in the log
 NOTE_BYTES = 1024  # of the file that names the request that is executed
 
