@@ -74,7 +74,7 @@ def test_no_objects_are_made_of_what_the_interface_does_not_name() -> None:
         tracemalloc.stop()
 
 
-def test_a_body_at_the_limit_is_read_from_the_log_where_it_is_longer() -> None:
+def test_a_body_at_the_limit_is_read_again_though_longer() -> None:
     spare = len(json.dumps({**SAMPLE, "prompt": {"chunks": [{"tokens": []}]}}))
     tokens = ",".join(["1"] * ((JSON_BYTES - spare) // 2))
     raw = json.dumps(SAMPLE).replace("5, 6", tokens).encode()
