@@ -243,9 +243,10 @@ $(STAMP)/system:
 $(BIN)/python: | $(STAMP)/system
 	$(PYTHON) -m venv $(VENV)
 
-# torch is pinned: a plain `torch` would bring gigabytes of CUDA. busrl is compiled meanwhile, on another core.
+# torch is pinned: a plain `torch` would bring gigabytes of CUDA. busrl is compiled meanwhile, on another core. setuptools
+# first: torch replaces the one that a new environment has, from under the compilation, which may find half of it.
 $(STAMP)/train: constraints.txt pyproject.toml setup.py $(SOURCES) | $(BIN)/python
-	@start=$$(date +%s); \
+	@start=$$(date +%s); $(PIP) 'setuptools>=77.0.3'; \
 	$(PIP) torch==2.13.0 & torch=$$!; \
 	$(PIP) --no-deps -e .; built=$$?; \
 	wait $$torch && test $$built = 0 && \
