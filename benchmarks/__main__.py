@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
         return 2
     sys.argv = [f"python -m benchmarks {name}", *argv[1:]]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of children
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a child would compile what it imports
     module = importlib.import_module(".".join(files[name].relative_to(ROOT).with_suffix("").parts))
     return module.main() or 0
 

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from busrl.cli.sample_history import history
@@ -36,7 +36,9 @@ def show_all(_options: argparse.Namespace) -> int:
         print(f"no rings of user {os.getuid()} in {SHM}")
     unused = "nobody uses it: `busrl launch` in its run directory continues, `busrl ring clean` removes it"
     for name in names:
-        print(printable(f"{name}  {(SHM / name).stat().st_size / (1 << 20):8.1f} MiB  {users(name) or unused}"))
+        used = users(name)
+        with suppress(FileNotFoundError):  # its run has just ended
+            print(printable(f"{name}  {(SHM / name).stat().st_size / (1 << 20):8.1f} MiB  {used or unused}"))
     return 0
 
 

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 import busrl
@@ -31,6 +32,7 @@ GIB = 1 << 30
 LITTLE_SHM = GIB  # a container's default is 64 MiB
 FEW_FILES = 1024
 IMPORT_S = 120.0
+LARGE = ("torch", "transformers", "vllm")
 EXTRA = re.compile(r'extra == "([a-z0-9-]+)"')  # the marker of a requirement
 REMOTE = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p"}
 REMOTE_RUN = "a start reads and locks files there: a run directory on a local disk is safer and faster"
@@ -173,6 +175,21 @@ def _torch() -> Iterator[Line]:
     yield Line("devices", ", ".join(names) or "CPU alone", missing["cuda"] if unseen else "")
 
 
+def _bytecode() -> Iterator[Line]:
+    """Tell where every start would compile large libraries again: uv compiles none, and many images write none."""
+    lacking = [name for name in LARGE if (origin := _source(name)) and not os.path.exists(cache_from_source(origin))]
+    if lacking and sys.dont_write_bytecode:
+        folder = Path(_source(lacking[0])).parents[1]
+        remedy = f"unset PYTHONDONTWRITEBYTECODE, or once: {sys.executable} -m compileall -q {folder}"
+        yield Line("bytecode", f"none of {', '.join(lacking)}, and none is written: each start compiles them", remedy)
+
+
+def _source(package: str) -> str:
+    """The file of a package's first module; empty where it is not here or has none."""
+    found = find_spec(package) if is_installed(package) else None
+    return found.origin or "" if found and found.has_location else ""
+
+
 def _packages() -> Iterator[Line]:
     """Compare what is installed with the versions that busrl's own metadata asks for."""
     try:
@@ -208,5 +225,5 @@ def _parts() -> Iterator[Line]:
 
 
 LOOKS: tuple[Callable[[], Iterator[Line]], ...] = (
-    _python, _machine, _kernel, _shm, _limits, _folder, _bus, _torch, _packages, _extras, _parts,
+    _python, _machine, _kernel, _shm, _limits, _folder, _bus, _torch, _bytecode, _packages, _extras, _parts,
 )

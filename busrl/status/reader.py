@@ -33,10 +33,13 @@ from busrl.system.guardian import halted
 # -- runs and their processes ------------------------------------------------------------------------------------------
 
 def newest_run(parent: Path) -> Path:
-    runs = [run.parent for run in parent.glob("*/run.json")]
-    if not runs:
+    changed: dict[Path, float] = {}
+    for file in parent.glob("*/run.json"):
+        with suppress(FileNotFoundError):  # somebody has just removed that run
+            changed[file.parent] = file.stat().st_mtime
+    if not changed:
         raise NoSuchRun(f"no run under {parent.resolve()}; name a run directory")
-    return max(runs, key=lambda run: (run / "run.json").stat().st_mtime)
+    return max(changed, key=lambda run: changed[run])
 
 
 def holder_of(paths: RunPaths) -> int | None:

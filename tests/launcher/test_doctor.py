@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import resource
 import subprocess
 import sys
@@ -63,6 +64,24 @@ def test_a_full_shared_memory_is_bad_and_the_container_default_a_warning(monkeyp
     monkeypatch.setattr("busrl.preflight.machine.shm_free", lambda: 0)
     line = line_of("/dev/shm")
     assert line.bad
+
+
+def test_libraries_that_each_start_compiles_are_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "large" / "__init__.py"
+    package.parent.mkdir()
+    package.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "LARGE", ("large", "not_here"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    line = line_of("bytecode")
+    assert "none of large, and" in line.found and f"compileall -q {tmp_path}" in line.remedy and not line.bad
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # the next import writes it
+    assert not list(doctor._bytecode())
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    py_compile.compile(str(package))
+    assert not list(doctor._bytecode())
 
 
 def test_a_package_of_another_version_is_named_with_the_wanted_one(monkeypatch: pytest.MonkeyPatch) -> None:

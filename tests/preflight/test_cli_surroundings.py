@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from busrl import curve
-from busrl.cli import main
+from busrl.cli import main, rings
 from busrl.errors import UserError
 from busrl.hosts.joining import scratch_of
 from busrl.quickstart import cache
+from busrl.status.reader import newest_run
 
 BAD = os.fsdecode(b"bad\xff")
 PYTHON = f"{sys.executable} -c 'import sys; from busrl.cli import main; sys.exit(main(sys.argv[1:]))'"
@@ -30,6 +31,23 @@ def shell(command: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_a_closed_stream_is_no_error(verb: str, closed: str) -> None:
     done = shell(f"busrl {verb} {closed}")
     assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+def test_a_ring_that_goes_while_rings_are_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rings, "SHM", tmp_path)
+    for name, target in (("gone", "nothing"), ("kept", __file__)):
+        (tmp_path / f"busrl.{os.getuid()}.{name}.ring").symlink_to(target)
+    assert main(["ring", "list"]) == 0
+    assert [line.split(".")[2] for line in capsys.readouterr().out.splitlines()] == ["kept"]
+
+
+def test_a_run_that_goes_while_runs_are_compared_is_left_out(tmp_path: Path) -> None:
+    for name, target in (("gone", "nothing"), ("kept", __file__)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").symlink_to(target)
+    assert newest_run(tmp_path).name == "kept"
 
 
 def test_an_error_ends_with_its_code_where_both_outputs_are_closed() -> None:
