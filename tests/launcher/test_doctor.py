@@ -8,6 +8,7 @@ import py_compile
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,15 @@ def run_doctor(**options: object) -> tuple[int, dict[str, dict[str, object]]]:
     return done.returncode, {line["part"]: line for line in json.loads(done.stdout)}
 
 
-def line_of(part: str) -> doctor.Line:
-    """The first line of a part. Looks behind it are not taken, and the slow one at torch is left out."""
+def lines_of(part: str) -> Iterator[doctor.Line]:
+    """The lines of a part, as they are looked for; the slow look at torch is left out."""
     looks = [look for look in doctor.LOOKS if look.__name__ != "_torch"]
-    return next(line for look in looks for line in look() if line.part == part)
+    return (line for look in looks for line in look() if line.part == part)
+
+
+def line_of(part: str) -> doctor.Line:
+    """The first line of a part. Looks behind it are not taken."""
+    return next(lines_of(part))
 
 
 def test_a_machine_that_runs_these_tests_is_fit(tmp_path: Path) -> None:
@@ -78,10 +84,10 @@ def test_libraries_that_each_start_compiles_are_named_with_the_remedy(
     line = line_of("bytecode")
     assert "none of large, and" in line.found and f"compileall -q {tmp_path}" in line.remedy and not line.bad
     monkeypatch.setattr(sys, "dont_write_bytecode", False)  # the next import writes it
-    assert not list(doctor._bytecode())
+    assert not list(lines_of("bytecode"))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     py_compile.compile(str(package))
-    assert not list(doctor._bytecode())
+    assert not list(lines_of("bytecode"))
 
 
 def test_a_package_of_another_version_is_named_with_the_wanted_one(monkeypatch: pytest.MonkeyPatch) -> None:
