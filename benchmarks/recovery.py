@@ -28,6 +28,7 @@ from busrl.ring import Process
 
 LOOK_S = 0.001
 SPREAD_S = 1.0
+ANY_DEATHS = "limits.crash_attempts=0"  # launch gives up none of those that are killed again and again, and never waits
 HOLDER = ROOT / "benchmarks" / "common" / "holder.py"
 
 
@@ -101,7 +102,7 @@ def kill_brokers(bench: BenchRun, times: int, chance: random.Random) -> dict[str
 def idle(times: int, chance: random.Random) -> dict[str, Any]:
     """A run whose worker only holds slots."""
     command = json.dumps([sys.executable, str(HOLDER)])
-    with run(NEVER_ENDS, f"process.rollout.command={command}") as bench:
+    with run(NEVER_ENDS, ANY_DEATHS, f"process.rollout.command={command}") as bench:
         bench.until("the holder", lambda: bench.process("rollout/0"))
         return {
             "slots": quantiles(kill_workers(bench, ["rollout/0"], times, False, chance)),
@@ -112,7 +113,7 @@ def idle(times: int, chance: random.Random) -> dict[str, Any]:
 
 def busy(times: int, chance: random.Random) -> dict[str, Any]:
     """The quickstart at work."""
-    with run(NEVER_ENDS) as bench:
+    with run(NEVER_ENDS, ANY_DEATHS) as bench:
         bench.until_step(3)
         names = ["reward/0", "reward/0", "reward/0", "rollout/0"]
         return {

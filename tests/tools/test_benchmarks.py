@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,22 @@ def test_every_program_has_a_main_and_a_line(name: str) -> None:
     tree = ast.parse(PROGRAMS[name].read_text())
     assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
     assert entry.summary(PROGRAMS[name]) and "__main__" not in PROGRAMS[name].read_text(), "it has the one entry"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_variable_takes_the_name_of_a_function_that_is_called(name: str) -> None:
+    tree = ast.parse(PROGRAMS[name].read_text())
+    made = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+        nodes = list(ast.walk(function))
+        stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        called = {node for call in nodes if isinstance(call, ast.Call) for node in chosen(call.func)}
+        assert not made & stored & {node.id for node in called if isinstance(node, ast.Name)}, function.name
+
+
+def chosen(function: ast.expr) -> Iterator[ast.expr]:
+    """What a call may call: both branches of a choice."""
+    yield from chain(chosen(function.body), chosen(function.orelse)) if isinstance(function, ast.IfExp) else (function,)
 
 
 def test_without_a_name_every_program_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
