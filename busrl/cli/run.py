@@ -245,7 +245,7 @@ def control(options: argparse.Namespace) -> int:
 
 def ask(paths: RunPaths, verb: str, key: str, value: str, wait_s: float) -> m.ControlDone:
     """Send a request to the run's launch until it is carried out; the last answer. PeerTimeout names the process that
-    has not answered, or not taken it up."""
+    has not answered, or not taken it up, or says that the run has ended meanwhile."""
     try:
         secret = paths.control_key.read_bytes()
     except PermissionError:
@@ -263,6 +263,8 @@ def ask(paths: RunPaths, verb: str, key: str, value: str, wait_s: float) -> m.Co
             bus.send(request)
             answer = bus.recv(min(AGAIN_S, left))
             if not isinstance(answer, m.ControlDone) or answer.id != request.id or m.is_from_another(answer):
+                if answer is None and launch_pid(paths) is None:
+                    raise PeerTimeout(f"{paths.root}: the run ended before {verb} was carried out")
                 continue
             heard = answer
             if not (answer.ok and answer.waits):
@@ -313,7 +315,7 @@ def _ask_to_stop(paths: RunPaths, descriptor: int, pid: int, options: argparse.N
     """Request the end by a message; by a signal, which cannot be lost, if no answer comes. How it was done, if not by
     the message."""
     if paths.control_key.exists() and os.access(paths.control_key, os.R_OK):
-        with suppress(PeerTimeout, BadEndpoint):
+        with suppress(PeerTimeout, BadEndpoint, NoSuchRun):
             answer = ask(paths, "stop", "", "now" if options.now else "", min(BUS_S, options.wait))
             if answer.ok:
                 return ""

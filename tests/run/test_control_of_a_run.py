@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from test_agents_in_a_run import slots_of_calls
 from busrl.bus import Endpoint
 from busrl.cli import main
 from busrl.cli.run import ask
+from busrl.errors import PeerTimeout
 from busrl.ledger.controls import read_lines as controls
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
@@ -125,6 +129,18 @@ def test_each_control_verb_works_amid_dying_processes_without_any_loss(
     lines = {(line.verb, line.key, line.new, line.ok) for line in controls(run.paths)}
     assert ("set", "learner.lr", "1e-05", True) in lines and ("set", "learner.lr", "fast", False) in lines
     assert not any(line.id == "forged" for line in controls(run.paths))
+
+
+def test_a_request_to_a_run_that_ends_meanwhile_is_told_so(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", steps=100_000)
+    with running(run), ThreadPoolExecutor(1) as waiting:
+        run.until_step(1)
+        os.kill(run.pid("scheduler"), signal.SIGSTOP)  # it never takes the pause up
+        answer = waiting.submit(ask, run.paths, "pause", "", "", WAIT_S)
+        until(run, "launch has carried it out", lambda: any(line.verb == "pause" for line in controls(run.paths)))
+        run.kill_launch()
+        with pytest.raises(PeerTimeout, match="the run ended before pause was carried out"):
+            answer.result(WAIT_S)
 
 
 def test_calls_of_episodes_wait_through_a_pause_and_are_answered_after_it(tmp_path: Path, quickstart: None) -> None:

@@ -1,11 +1,11 @@
-"""The same training twice with the real SDK: undisturbed, and while processes of the service are killed in turn.
+"""The same training twice with the real SDK: while processes of the service are killed in turn, and undisturbed.
 
     python crash.py BUSRL TOPOLOGY FOLDER NAME STEPS SECONDS
 
 BUSRL is the program, FOLDER the model's, NAME its name for clients; every SECONDS about, but not before the client has
 got an answer since the last kill, one of door, tuner, engine, broker and launch gets SIGKILL; launch is called again in
-the same directory. Prints one line of JSON: steps, seconds of both, kills by process, whether all answers are equal,
-and what the audit says.
+the same directory. There are STEPS steps, or as many as it takes until each of the five was killed. Prints one line of
+JSON: steps, seconds of both, kills by process, whether all answers are equal, and what the audit says.
 """
 
 import collections
@@ -84,14 +84,15 @@ class Service:
             shutil.rmtree(self.run_dir.parent)
 
 
-def train(url, said):
-    """Train, and add to `said` what the client is told."""
+def train(url, said, is_enough):
+    """Train until `is_enough` of the number of steps, which is returned, and add to `said` what the client is told."""
     import tinker
     from tinker import types
 
     service = tinker.ServiceClient(base_url=url)
     training = service.create_lora_training_client(base_model=NAME, rank=4, seed=7).result()
-    for step in range(STEPS):
+    step = 0
+    while not is_enough(step):
         sampler = training.save_weights_and_get_sampling_client().result()
         prompts = [[5 + a, 6, 7 + step % 4] for a in range(4)]
         futures = [sampler.sample(types.ModelInput.from_ints(prompt), 2, types.SamplingParams(max_tokens=6, seed=step))
@@ -111,11 +112,13 @@ def train(url, said):
         first, second = (training.forward_backward(half, "importance_sampling") for half in (data[:4], data[4:]))
         stepped = training.optim_step(types.AdamParams(learning_rate=3e-3))
         said.append([first.result().metrics, second.result().metrics, stepped.result().metrics])
+        step += 1
     said.append(training.save_state("end").result().path.split("/")[-1])
     service.close("success").result()
+    return step
 
 
-def run(kills):
+def run(kills, steps):
     service = Service()
     os.environ["TINKER_API_KEY"] = (service.run_dir / "tinker.key").read_text()
     said, over, killed, rng = [], threading.Event(), collections.Counter(), random.Random(1)
@@ -132,8 +135,8 @@ def run(kills):
     if kills:
         thread.start()
     try:
-        train(service.url, said)
-        return said, killed, time.time() - began, service
+        done = train(service.url, said, lambda done: done >= steps and (not kills or len(killed) == len(KILLED)))
+        return said, killed, time.time() - began, service, done
     finally:
         over.set()
         if kills:
@@ -141,10 +144,10 @@ def run(kills):
         service.stop()
 
 
-calm, _, calm_s, _ = run(False)
-rough, killed, rough_s, service = run(True)
+rough, killed, rough_s, service, steps = run(True, STEPS)
+calm, _, calm_s, _, _ = run(False, steps)
 same = json.dumps(calm) == json.dumps(rough)
 difference = next(((a, b) for a, b in zip(calm, rough) if a != b), None)
-print(json.dumps({"steps": STEPS, "calm_s": round(calm_s, 1), "rough_s": round(rough_s, 1), "kills": killed.total(),
+print(json.dumps({"steps": steps, "calm_s": round(calm_s, 1), "rough_s": round(rough_s, 1), "kills": killed.total(),
                   "killed": killed, "equal": same, "first_difference": difference,
                   "audit": service.audit.returncode, "audit_said": service.audit.stdout}))
