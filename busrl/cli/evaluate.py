@@ -397,13 +397,14 @@ def as_a_model(folder: str, near: Path) -> Iterator[str]:
         yield folder
         return
     with held(Path(folder)) as checkpoint:
-        if not (checkpoint / "shards").is_dir():
+        from busrl.training.checkpoint import MODEL, export_checkpoint, fault_of
+
+        in_shards = (checkpoint / "shards").is_dir()
+        if fault := fault_of(checkpoint, "" if in_shards else f"{MODEL}/"):
+            raise UserError(f"{folder}: the checkpoint is damaged ({fault}); name another one with --checkpoint")
+        if not in_shards:
             yield str(checkpoint)
             return
-        from busrl.training.checkpoint import export_checkpoint, fault_of
-
-        if fault := fault_of(checkpoint):
-            raise UserError(f"{folder}: the checkpoint is damaged ({fault}); name another one with --checkpoint")
         with tempfile.TemporaryDirectory(prefix=".model-", dir=near) as scratch:
             model = Path(scratch) / "model"
             model.mkdir()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl.data.vocabulary import language_of, named_ids, pieces, token_rows
+from busrl.errors import ModelNotLoaded
 from busrl.states import TINY
 from busrl.system.files import as_map, read_map
 
@@ -75,9 +76,19 @@ def import_classes(folder: str | Path) -> None:
         tokenizers.tokenizer_class_from_name(settings["tokenizer_class"])
 
 
+def require_whole(folder: str | Path, info: Mapping[str, Any]) -> None:
+    """ModelNotLoaded where the files lack weights of the model, in whose place transformers puts random ones. `info`:
+    what it says of the load."""
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelNotLoaded(f"{folder}: its files have no weights for {missing[0]}{more}, which its config.json asks "
+                             "for; put the config.json of these weights there, or copy the missing files")
+
+
 Shapes = dict[str, tuple[int, ...]]
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
 EMBEDDINGS = (["embed_tokens"], ["wte"], ["embed_in"], ["word_embeddings"])
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")  # in the name of a tensor
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 HEADS = ("lm_head", "embed_out", "output", "score")
@@ -279,6 +290,12 @@ def _header(path: Path) -> tuple[int, Any]:
         return 8 + length, json.loads(text) if len(text) == length else None
     except (OSError, ValueError, struct.error):
         return 0, None
+
+
+def layers_in(shapes: Shapes) -> int:
+    """The number of layers whose weights are there; 0 where the names do not tell."""
+    numbers = (LAYER.search(name) for name in shapes)
+    return max((int(found[1]) + 1 for found in numbers if found), default=0)
 
 
 def count_of(shapes: Shapes) -> int:

@@ -223,7 +223,7 @@ def payloads(data: bytes, size: int) -> Iterator[memoryview]:
         for payload, end in frames(data, at):
             at = end
             yield payload
-        at = _later_record(data, at) if at < size else 0
+        at = later_record(data, at) if at < size else 0
 
 
 def _frame_end(view: memoryview, at: int) -> int:
@@ -237,7 +237,7 @@ def _frame_end(view: memoryview, at: int) -> int:
     return end if zlib.crc32(view[at + _FRAME.size : end], zlib.crc32(view[at + 4 : at + 8])) == crc else 0
 
 
-def _later_record(data: bytes, at: int) -> int:
+def later_record(data: bytes, at: int) -> int:
     """Find where a whole record begins after `at`; 0 if nowhere."""
     while (at := data.find(MARK, at + 1)) > 0:
         if _frame_end(memoryview(data), at):
@@ -432,7 +432,7 @@ class Wal:
                 self._note(segment, payload, end)
             if segment.size == len(data):
                 break
-            later = _later_record(data, segment.size)
+            later = later_record(data, segment.size)
             if newest and not later:
                 self._cut(segment, data)
                 break

@@ -23,6 +23,8 @@ from busrl.system.files import as_map
 
 # -- whole files, or not -----
 
+OWN_CONFIG = "put the config.json of these weights there, or its own weights"
+
 
 def weight_fault(folder: Path) -> tuple[str, str, str] | None:
     """File, rule and remedy of weights that no model can be made of: cut files, missing files, and weights of another
@@ -45,7 +47,10 @@ def weight_fault(folder: Path) -> tuple[str, str, str] | None:
         name = max(embeddings, key=lambda name: math.prod(embeddings[name]))
         sizes = [" x ".join(map(str, shape)) for shape in (stated, embeddings[name])]
         rule = f"vocabulary and width are {sizes[0]}, and those of the weights ({name}) {sizes[1]}"
-        return str(folder / "config.json"), rule, "put the config.json of these weights there, or its own weights"
+        return str(folder / "config.json"), rule, OWN_CONFIG
+    asked, there = pretrained.size_in(text, *pretrained.LAYERS), pretrained.layers_in(pretrained.tensor_shapes(folder))
+    if there and asked > there:
+        return str(folder / "config.json"), f"{asked} layers, and the weights have {there}", OWN_CONFIG
     return None
 
 
@@ -98,7 +103,8 @@ def kind_fault(folder: Path) -> tuple[str, str] | None:
     """Rule and remedy for a model that busrl does not train, by its config.json; None for any other."""
     config = pretrained.read_config(folder)
     language, kind = language_of(config), str(config.get("model_type", ""))
-    architectures = [str(name) for name in config.get("architectures") or ()]
+    listed = config.get("architectures")
+    architectures = [str(name) for name in listed] if isinstance(listed, list) else []
     for part in (config, language):
         for name in ("quantization_config", "compression_config"):
             if (settings := part.get(name)) is not None:

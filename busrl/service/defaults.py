@@ -11,7 +11,7 @@ from typing import Any
 from busrl.topology.schema import Generation, Tinker
 
 NO_PROMPTS = Path(__file__).with_name("no_prompts.jsonl")  # the one line that the keys of prompts ask for
-SHORTEST = 8  # tokens of a prompt, in the sums of sizes alone
+SHORTEST = 1  # tokens of a prompt, in the sums of sizes alone
 
 
 def complete(tables: dict[str, Any]) -> None:

@@ -207,9 +207,9 @@ class Desk:
         return self._tokens[owner, int(time.time() // DAY_S)]
 
     def goes_on(self, session: str, within_s: float) -> bool:
-        """Tell whether a session has not ended, and was heard of within that time."""
-        heard = self.census.last_heard(session)
-        return heard > time.time() - within_s and not self.registry.sessions[session].ended
+        """Tell whether a session has not ended, and was heard of within that time: of this process's, and of that of
+        the one before it."""
+        return not self.registry.sessions[session].ended and self.census.silent_s(session, within_s) < within_s
 
     def _add(self, request: Request, place: Place) -> None:
         self.registry.add(request, place)

@@ -27,7 +27,7 @@ from busrl.service import bodies
 from busrl.service.bodies import BadBody, as_logged, read_body
 from busrl.service.desk import Found
 from busrl.service.keys import Keys
-from busrl.service.registry import ALL_WEIGHTS, Model, Sampler, require_kind
+from busrl.service.registry import ALL_WEIGHTS, AdapterOf, Model, Sampler, require_kind, session_of
 from busrl.service.requests import Request
 from busrl.service.routes import (
     ACCOUNT,
@@ -88,6 +88,12 @@ def written(metadata: bodies.Metadata) -> bytes:
 def refused(name: tuple[str, int], op: str, meaning: bytes, problem: Exception) -> Request:
     """The record of a request whose future fails."""
     return Request("refused", *name, op, meaning, about={"why": str(problem)[:MOST_WHY]})
+
+
+def require_same(number: str, made: object, asked: object) -> None:
+    """Refusal for a number that stands for something else already."""
+    if made != asked:
+        raise Refusal(400, f"{number} stands for another one, which was made with {made or 'the base'}; count on")
 
 
 class SessionRoutes:
@@ -161,7 +167,7 @@ class SessionRoutes:
         if not session.ended:
             self._at.desk.log(Request("finish", session.id, about={"reason": body.reason.type}))
             await self._at.desk.durable()
-            self._samples.stop_session(session.id)
+        self._samples.stop_session(session.id)  # also when it comes again: the first time there may have been no room
         return web.Response(status=204)
 
 
@@ -186,6 +192,8 @@ class ModelRoutes:
         adapted = ALL_WEIGHTS if self._at.whole else self._adapted(body.lora_config)
         if id not in self._at.registry.models:
             self._open_model(things, id, adapted, 1, body.user_metadata)
+        require_same(f"model_seq_id {body.model_seq_id}", self._at.registry.models[id].adapter,
+                     msgspec.convert(adapted, AdapterOf))
         await self._at.desk.durable()
         return web.json_response({"request_id": f"{id}:0", "model_id": id})
 
@@ -263,13 +271,17 @@ class ModelRoutes:
             try:
                 check(asked.data, asked.loss_fn, asked.config, self._at.settings.context, self._at.base.vocabulary)
             except UserFault as problem:
-                return refused(name, op, meaning, problem)
+                wrong = refused(name, op, meaning, problem)
+                wrong.about |= {"forward_only": True} if asked.forward_only else {}
+                return wrong
             return Request("training", *name, op, meaning, raw, tokens=asked.tokens)
         body: Any = read_body(bodies.BODIES[op], raw)
         if op == "load_weights":
             return self._load(things, body)
         if op == "save_weights_external":
             self._require_recipients(body)
+        if op == "save_weights_for_sampler" and not body.path:
+            self._require_new_sampler(things.model(body.model_id), body)
         return Request("training", body.model_id, body.seq_id, op, digest(op, body), as_logged(body))
 
     def _require_recipients(self, body: bodies.SaveWeightsExternal) -> None:
@@ -278,6 +290,13 @@ class ModelRoutes:
         except BadBody as problem:
             problem.request = body.model_id, body.seq_id
             raise
+
+    def _require_new_sampler(self, model: Model, body: bodies.SaveWeightsForSampler) -> None:
+        """BadBody if a sampler has the number already, which another request made."""
+        known = self._at.registry.samplers.get(f"{model.session}:sample:{body.sampling_session_seq_id}")
+        if known is not None and (known.model, known.seq) != (model.id, body.seq_id):
+            rule = f"{body.sampling_session_seq_id} is another sampler's of this session"
+            raise BadBody("sampling_session_seq_id", rule, "count on", (body.model_id, body.seq_id))
 
     def _load(self, things: Things, body: bodies.LoadWeights) -> Request:
         """The record of a load, which may be the first request of the model that it makes."""
@@ -320,6 +339,7 @@ class ModelRoutes:
         if self._at.whole and newest != model.id:
             raise Refusal(400, f"{model.id} is over: all weights of {self._at.base.name} are trained, for one model at "
                           "a time, and a later one has begun; load what this one saved into a new model")
+        things.open_session(model.session)
         things.require_tokens()
         # What all others wait for must come in, however much they are.
         if request.seq != model.first and not self._at.desk.is_answered((model.id, request.seq - 1)):
@@ -364,6 +384,8 @@ class SamplerRoutes:
             else:
                 self._at.require_base(body.base_model)
             self._at.desk.log(Request("sampler", id, about=about))
+        require_same(f"sampling_session_seq_id {body.sampling_session_seq_id}", self._at.registry.samplers[id].path,
+                     body.model_path or "")
         await self._at.desk.durable()
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": id})
 
@@ -393,6 +415,7 @@ class SamplerRoutes:
         if known is None:
             if self._at.desk.is_forgotten((sampler.id, seq)):
                 raise Refusal(400, f"request {seq} of {sampler.id} is past: {PAST}")
+            things.open_session(session_of(sampler.id))
             weights = self._weights(sampler)
             self._require_room(things, body.num_samples)
             about = {"samples": body.num_samples}
@@ -507,6 +530,8 @@ class Door:
     @contextlib.contextmanager
     def _reading(self, owner: str, request: web.Request) -> Iterator[None]:
         """Count a large body while it is in memory. Refusal where those of its key are too many already."""
+        if (request.content_length or 0) > BODY_BYTES:
+            raise web.HTTPRequestEntityTooLarge(BODY_BYTES, request.content_length or 0)
         unknown, held = BODY_BYTES if request.body_exists else 0, Held(self._read_bytes, owner)
         HELD.set(held)
         try:

@@ -6,7 +6,9 @@ bus or of engines.
 - A model's state is its newest whole folder and the requests behind that, run again in order. So a model whose memory
   is wanted for others, or that nobody asks anything, is parked: its state is written, and it begins from there.
 - An answer is written once: one that was written stays, whatever running the request again gives. It is written before
-  any state that holds its request.
+  any state that holds its request; but that of a load after the state, since what it loaded may be another's soon.
+- A save or a load that failed is not run again: what it lacked may be there by then. A request that succeeded and then
+  fails costs its model: the weights are not those of which clients were told.
 - A state is written after a step or a load alone, so never with half of the gradients.
 - A request that two processes died of in a row is answered as a fault of the server, and not run again.
 - Data of requests under way lie in memory: an owner begins no other request while its own hold `MOST_HELD_BYTES`.
@@ -23,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -37,12 +40,13 @@ from busrl.service import folders
 from busrl.service.figures import Course, Standing
 from busrl.service.folders import ServiceFolders
 from busrl.service.models import Models
-from busrl.service.operations import Operations, Progress, Result, failure, named
-from busrl.service.registry import Model, Registry
+from busrl.service.operations import Operations, Progress, Result, changes_weights, failure, named
+from busrl.service.registry import SAVES, Model, Registry
 from busrl.service.requests import Answer, LogReader, LogWriter, Place, Request
 from busrl.service.upkeep import Upkeep, is_stripped
 from busrl.system import files
 
+BY_FOLDERS = (*SAVES, "load_weights")  # operations whose end depends on what others saved
 DEATHS = 2  # of processes, in a row, after which a request is not run again
 CREDIT_S = 2.0  # by which an owner may be behind the others: for so long the small steps of one go before large ones
 MOST_HELD_BYTES = 1 << 29  # of bodies and data of an owner's requests under way
@@ -90,6 +94,14 @@ class Line:
     def ready(self) -> bool:
         """True if something that was not answered can be executed, after what is to be run again."""
         return self.answered + 1 in self.waiting and self.applied + 1 in self.waiting
+
+    def take(self, number: int, place: Place) -> bool:
+        """Take over a numbered request; True if it waits, to be run for the first time or again."""
+        if number > self.applied:
+            self.waiting[number] = place
+        elif number <= self.past:
+            del self.model.requests[number]
+        return number > self.applied
 
     def is_small(self, most_tokens: int) -> bool:
         """True if its next request is a step, or a part of one of so few tokens and few targets of each."""
@@ -210,6 +222,12 @@ class AnswerLog:
             self.written += 1
 
 
+def answers_in(where: ServiceFolders) -> Iterator[tuple[Answer, Place]]:
+    """The answers that the log has so far."""
+    decode = msgspec.msgpack.Decoder(Answer).decode
+    return ((decode(payload), place) for payload, place in LogReader(where.answers).read())
+
+
 class Driver:
     """`advance` executes a turn. `course` is told of each request; `warn` takes lines for people."""
 
@@ -242,16 +260,10 @@ class Driver:
             if request.kind == "model":
                 self.lines[request.id] = self._line(self._registry.models[request.id])
             elif request.kind in ("training", "refused"):
-                self._take(self.lines[request.id], request.seq, place)
+                line = self.lines[request.id]
+                if line.take(request.seq, place):
+                    self._asked[request.id] = line
         return news
-
-    def _take(self, line: Line, number: int, place: Place) -> None:
-        """Take over a numbered request: it waits, or may be run again, or never will be."""
-        if number > line.applied:
-            self._asked[line.model.id] = line
-            line.waiting[number] = place
-        elif number <= line.past:
-            del line.model.requests[number]
 
     @property
     def ready(self) -> list[Line]:
@@ -288,13 +300,9 @@ class Driver:
 
     @property
     def standing(self) -> dict[str, Standing]:
-        """Tell of each model how far it is, and whether it is in memory."""
-        return {name: Standing(line.applied, name in self._loaded) for name, line in self.lines.items()}
-
-    @property
-    def replays(self) -> int:
-        """Requests that were answered before and are run again as soon as there is time."""
-        return sum(line.answered - line.applied for line in self.ready)
+        """Tell of each model how far it is, whether it is in memory, and what is run again as soon as there is time."""
+        return {name: Standing(line.applied, name in self._loaded, line.answered - line.applied if line.ready else 0)
+                for name, line in self.lines.items()}
 
     def write_states(self) -> None:
         """Write the state of each model that has changed and whose gradients are used up."""
@@ -310,16 +318,12 @@ class Driver:
     def _read_answers(self) -> int:
         """Read what was answered so far; returns the highest number of a snapshot."""
         snapshots = 0
-        for answer, place in self._answers_so_far():
+        for answer, place in answers_in(self._where):
             if answer.payload:
                 self._upkeep.note_answer(place)
             self._read[answer.id][answer.seq] = msgspec.structs.replace(answer, payload=b"")
             snapshots = max(snapshots, answer.weights)
         return snapshots
-
-    def _answers_so_far(self) -> Iterator[tuple[Answer, Place]]:
-        decode = msgspec.msgpack.Decoder(Answer).decode
-        return ((decode(payload), place) for payload, place in LogReader(self._where.answers).read())
 
     def _line(self, model: Model) -> Line:
         """The line of a model from its newest state on."""
@@ -327,8 +331,12 @@ class Driver:
         answered = max(answers, default=first)
         states = self._where.states_of(model.id)
         while states and states[-1][0] > answered:
-            aside = folders.set_aside(states.pop()[1])
-            self._warn(f"{model.id}: a power cut took answers that a state holds; it lies in {aside} now")
+            last, state = states.pop()
+            aside = folders.set_aside(state)
+            if last == answered + 1:  # of a load whose process died before the answer: it is run again
+                shutil.rmtree(aside, ignore_errors=True)
+                continue
+            self._warn(f"{model.id}: a state holds what was not answered; it lies in {aside} now")
         line = Line(model, first, answered, answers, state_at=first)
         if states:
             line.applied = states[-1][0]
@@ -366,6 +374,9 @@ class Driver:
     def _park(self, line: Line) -> None:
         """Write a model's state and give up its memory; what is in no state is run again when it is wanted."""
         self._write_state(line)
+        self._forget(line)
+
+    def _forget(self, line: Line) -> None:
         self._operations.forget(line.model)
         if not line.lost:
             line.go_back(line.state_at)
@@ -384,7 +395,7 @@ class Driver:
             self._warn(f"{model.id}: its state after request {last} is damaged ({fault}), and lies in {aside} now; "
                        "it begins from the one before")
         if damaged:
-            every = (answer for answer, _ in self._answers_so_far() if answer.id == model.id)
+            every = (answer for answer, _ in answers_in(self._where) if answer.id == model.id)
             line.answers = {answer.seq: msgspec.structs.replace(answer, payload=b"") for answer in every}
             logged = LogReader(self._where.requests).read()
             self._registry.recall(model, ((self._decode_request(payload), place) for payload, place in logged))
@@ -399,10 +410,13 @@ class Driver:
             return
         try:
             self.answers.write()  # the answers that a state holds are in the log before it
-            self._operations.write_state(line.model, line.applied, line.chain)
+            self._store(line)
         except DiskFull as problem:  # a death costs more time until there is room again
             self._warn(f"{line.model.id}: no state after request {line.applied}: {problem}")
-            return
+
+    def _store(self, line: Line) -> None:
+        """Write a state, whether the newest answer is written or not. DiskFull."""
+        self._operations.write_state(line.model, line.applied, line.chain)
         line.state_at = line.applied
         line.forget_before(self._where.states_of(line.model.id)[0][0])
 
@@ -426,10 +440,7 @@ class Driver:
     def _next_request(self, line: Line) -> Request:
         record = self._log.payload(line.waiting[line.applied + 1])
         if not record or is_stripped(self._decode_request(record)):
-            line.give_up(f"{line.model.id} cannot go on: its states are damaged, and the data of requests before them "
-                         "was dropped; load saved weights into a new model")
-            self._warn(line.lost)
-            self._operations.forget(line.model)
+            self._lose(line, "its states are damaged, and the data of requests before them was dropped")
             record = self._log.payload(line.waiting[line.applied + 1])
         return self._decode_request(record)
 
@@ -437,22 +448,22 @@ class Driver:
         """Execute a request, or a part of it; None if there is more of it."""
         if line.lost:
             return failure("server", line.lost)
-        if earlier is not None and earlier.state == "server":
-            return self._not_again(line, request, "failed before by a fault of the server")
+        if earlier is not None and earlier.state in ("server", "user" if request.op in BY_FOLDERS else ""):
+            return self._operations.not_run(line.model, line.at, request, "failed before", earlier.state)
         if not self._suspects.begin(request):
             why = "killed the process that trains, twice"
             self._warn(f"{request.id}: request {request.seq} ({request.op}) {why}; it is not run again, and the "
                        "gradients of its step are dropped")
-            return self._not_again(line, request, why)
+            return self._operations.not_run(line.model, line.at, request, why)
         done = earlier if earlier is not None and earlier.state == "done" else None
         others = [other for other in self._loaded.values() if other is not line]
         in_one = not others or any(other.at.halfway for other in others)
         return self._operations.run(line.model, line.at, request, done, in_one)
 
-    def _not_again(self, line: Line, request: Request, why: str) -> Result:
-        text = f"request {request.seq} ({request.op}) {why}"
-        self._operations.failed(line.model, line.at, request, text)
-        return failure("server", text)
+    def _lose(self, line: Line, why: str) -> None:
+        line.give_up(f"{line.model.id} cannot go on: {why}; load saved weights into a new model")
+        self._warn(line.lost)
+        self._operations.forget(line.model)
 
     def _end(self, line: Line, request: Request, result: Result, earlier: Answer | None) -> None:
         """Take over the result of a whole request: as its answer, unless it has one."""
@@ -463,13 +474,29 @@ class Driver:
         if result.weights:
             self._upkeep.note_snapshot(result.weights)
         if request.seq > line.answered:
-            self._answer(line, request, result)
+            stored = self._stored(line, request, result)
+            self._answer(line, request, stored)
+            if stored is not result:
+                self._forget(line)
         elif earlier is not None and (earlier.chain != line.chain or earlier.state != result.state):
-            self._warn(f"{request.id}: request {request.seq} ({request.op}), run again, is {result.state}; the answer "
-                       f"that clients have says {earlier.state}")
-        # A path that was loaded from may be another's soon: that request must not be run again.
-        if request.op == "load_weights" or (request.op == "optim_step" and time.monotonic() >= line.state_due):
+            differs = (f"request {request.seq} ({request.op}), run again, is {result.state}; the answer that clients "
+                       f"have says {earlier.state}")
+            if earlier.state == "done" != result.state and changes_weights(request):
+                self._lose(line, differs)
+            else:
+                self._warn(f"{request.id}: {differs}")
+        if request.op == "optim_step" and time.monotonic() >= line.state_due:
             self._write_state(line)
+
+    def _stored(self, line: Line, request: Request, result: Result) -> Result:
+        """The result of a request; that of a load when its state is written, or says that there is no room for it."""
+        if request.op == "load_weights" and result.state == "done":
+            try:
+                self._store(line)
+            except DiskFull as problem:
+                self._warn(f"{request.id}: request {request.seq} ({request.op}) failed: {problem}")
+                return failure("server", str(problem))
+        return result
 
     def _answer(self, line: Line, request: Request, result: Result) -> None:
         answer = Answer(request.id, request.seq, request.digest, result.state, result.proto, result.payload, line.chain,

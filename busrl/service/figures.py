@@ -72,10 +72,12 @@ class ModelCourse(msgspec.Struct):
 
 
 class Standing(NamedTuple):
-    """The last request that a model has applied, and whether the model is in memory, or parked."""
+    """The last request that a model has applied, whether the model is in memory, or parked, and how many of its
+    requests were answered before and are run again."""
 
     applied: int
     in_memory: bool
+    replays: int = 0
 
 
 class ModelLine(msgspec.Struct):
@@ -129,11 +131,11 @@ class Course:
     def due(self) -> bool:
         return self._shown.due
 
-    def show(self, standing: Mapping[str, Standing], replays: int) -> None:
-        """Show the figures. `standing`: of all models; `replays`: answered requests that are still to be run again."""
+    def show(self, standing: Mapping[str, Standing]) -> None:
+        """Show the figures. `standing`: of all models."""
         newest = sorted(standing, key=lambda name: self._models.get(name, ModelCourse()).line)[-LISTED:]
         models = {name: self._figures(name, standing[name]) for name in newest}
-        self._shown.show({"replays": replays, "models": models})
+        self._shown.show({"replays": sum(model.replays for model in standing.values()), "models": models})
 
     def close(self) -> None:
         self._lines.close()
@@ -171,9 +173,13 @@ class Census:
     """Sessions, models and samplers of a door: when each was heard, how far it is, what waits."""
 
     def __init__(self, where: ServiceFolders) -> None:
-        before = files.as_map(files.read_map(where.clients_shown).get("sessions"))
+        shown = files.read_map(where.clients_shown)
+        before = files.as_map(shown.get("sessions"))
         self._heard: dict[str, float] = {name: session["heard"] for name, session in before.items()}
-        self._begun = time.time()
+        ended = shown.get("time", 0.0)  # of the process before this one
+        self._silent_s = {name: ended - heard for name, heard in self._heard.items()}  # at that time
+        self._heard_here: dict[str, float] = {}  # by the clock that nobody sets
+        self._begun = time.monotonic()
         self._there: Counter[str] = Counter()  # clients that wait for an answer, by session
         self._logged: Counter[str] = Counter()  # of a model the highest number, of a sampler how many
         self._answered: Counter[str] = Counter()
@@ -183,12 +189,8 @@ class Census:
 
     def heard(self, session: str) -> None:
         """Note that a client is there."""
-        self._heard[session] = time.time()
+        self._heard[session], self._heard_here[session] = time.time(), time.monotonic()
         self._shown.change()
-
-    def last_heard(self, session: str) -> float:
-        """The time at which a client of the session was there, in Unix seconds; 0 if that is long ago."""
-        return self._heard.get(session, 0.0)
 
     @contextmanager
     def there(self, session: str) -> Iterator[None]:
@@ -201,9 +203,14 @@ class Census:
             self._there[session] -= 1
             self.heard(session)
 
-    def silent_s(self, session: str) -> float:
-        """For how long no client of the session was there, to this process: before it none could be."""
-        return 0.0 if self._there[session] else time.time() - max(self._begun, self.last_heard(session))
+    def silent_s(self, session: str, most_before_s: float = float("inf")) -> float:
+        """For how long no client of the session was there, to this process: before it none could be. One that had been
+        silent for `most_before_s` when the process before it ended has been so ever since."""
+        if self._there[session]:
+            return 0.0
+        before_s = self._silent_s.get(session, 0.0) if session not in self._heard_here else 0.0
+        silence = time.monotonic() - self._heard_here.get(session, self._begun)
+        return silence if before_s < most_before_s else silence + before_s
 
     def logged(self, request: Request) -> None:
         if request.kind not in ("training", "refused", "sample"):

@@ -6,6 +6,7 @@ logs, of turns or of other models.
 - A `forward_backward` is executed in parts: the forward of a micro-batch, its backward. The last one has the result.
 - What a request saved, it finds again when it is run again: a folder says by which request it is.
 - A step that fails leaves no gradients behind: the next one begins with its own.
+- A name that is taken is refused before anything is written.
 """
 
 from __future__ import annotations
@@ -138,10 +139,16 @@ class Operations:
         self.failed(model, at, request, json.loads(fault.payload)["error"])
         return fault
 
+    def not_run(self, model: Model, at: Progress, request: Request, why: str, state: str = "server") -> Result:
+        """The failure of a request that is not executed."""
+        text = f"request {request.seq} ({request.op}) {why}"
+        self.failed(model, at, request, text)
+        return failure(state, text)
+
     def failed(self, model: Model, at: Progress, request: Request, why: str) -> None:
         """Leave a model as a failed request must: a step behind a part that failed is refused."""
         at.under_way = None
-        if request.op == "forward_backward":
+        if adds_gradients(request):
             at.breaks(f"request {request.seq} of this step failed: {why}")
         elif request.op == "optim_step":
             self._drop_gradients(model, at)
@@ -190,8 +197,10 @@ class Operations:
         asked = read_logged(SaveWeightsForSampler, request.body)
         number = earlier.weights if earlier is not None else self._snapshots + 1
         sampler = "" if asked.path else f"{model.session}:sample:{asked.sampling_session_seq_id}"
+        if asked.path:
+            self._place(model, request, earlier, asked.path, asked.overwrite)
         if number and not (earlier and self._where.snapshot(number).exists()):
-            write_folder(self._where.snapshot(number), {"by": by(request), "sampler": sampler},
+            write_folder(self._where.snapshot(number), {"by": by(request), "sampler": sampler, "name": asked.path},
                          lambda folder: self._models.snapshot(model.id, folder))
         self._snapshots = max(self._snapshots, number)
         if asked.path:
@@ -210,16 +219,22 @@ class Operations:
         fill: Callable[[Path], None],
     ) -> Result:
         """Save under a client's name; the same request run again finds its own."""
-        path = f"tinker://{model.id}/{SAVES[request.op]}/{name}"
-        folder = self._where.saved_as(model.id, SAVES[request.op], name)
-        there = folders.about(folder)
-        taken = earlier is None and there is not None and there["by"] != by(request)
-        if taken and not overwrite:
-            raise UserFault(f"{path} exists, and overwrite was not asked for")
-        if earlier is None or there is None:  # else the folder may be of a later request
+        path, folder = self._place(model, request, earlier, name, overwrite)
+        if earlier is None or folders.about(folder) is None:  # else the folder may be of a later request
             adapter = msgspec.structs.asdict(model.adapter)
             write_folder(folder, {"by": by(request), "weights": number, "adapter": adapter}, fill)
         return Result("done", msgspec.json.encode({"path": path, "type": request.op}), weights=number)
+
+    def _place(
+        self, model: Model, request: Request, earlier: Answer | None, name: str, overwrite: bool
+    ) -> tuple[str, Path]:
+        """The path and the folder of a client's name; UserFault if another request saved under it."""
+        path = f"tinker://{model.id}/{SAVES[request.op]}/{name}"
+        folder = self._where.saved_as(model.id, SAVES[request.op], name)
+        there = folders.about(folder)
+        if earlier is None and there is not None and there["by"] != by(request) and not overwrite:
+            raise UserFault(f"{path} exists, and overwrite was not asked for")
+        return path, folder
 
     def _load_weights(self, model: Model, at: Progress, request: Request, earlier: Answer | None) -> Result:
         asked = read_logged(LoadWeights, request.body)
@@ -227,8 +242,8 @@ class Operations:
         folder = self._where.saved_as(*named) if named and named[1] == "weights" else None
         if folder is None or folders.about(folder) is None:
             raise UserFault(f"{asked.path} does not exist")
-        self._drop_gradients(model, at)
         self._models.load_state(model.id, folder, asked.optimizer)
+        self._drop_gradients(model, at)
         told = {"path": asked.path, "model_id": model.id, "type": request.op}
         return Result("done", msgspec.json.encode(told))
 
@@ -239,6 +254,21 @@ def write_folder(path: Path, about: dict[str, Any], fill: Callable[[Path], None]
         fill(folder)
         listed = files.listing(folder, sorted(folder.iterdir()) if folder.exists() else ())
         (folder / folders.META).write_text(json.dumps({**about, "files": listed}))
+
+
+def adds_gradients(request: Request) -> bool:
+    """False for a request that leaves gradients as they are, such as a forward without a backward."""
+    if request.op != "forward_backward" or request.about.get("forward_only"):
+        return False
+    try:
+        return request.kind == "refused" or not read_forward_backward(request.body).forward_only
+    except BadBody:
+        return True
+
+
+def changes_weights(request: Request) -> bool:
+    """True for a request without which later steps of its model would be others."""
+    return request.op in ("optim_step", "load_weights") or adds_gradients(request)
 
 
 class _Path(msgspec.Struct):

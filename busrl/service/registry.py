@@ -131,6 +131,10 @@ class Registry:
         """Take over the next record of the log."""
         getattr(self, f"_add_{request.kind}")(request, place)
 
+    def session_of(self, id: str) -> Session:
+        """The session of a model or sampler."""
+        return self.sessions[session_of(id)]
+
     def recall(self, model: Model, log: Iterable[tuple[Request, Place]]) -> None:
         """Know the requests of a model again that were forgotten. `log`: all records."""
         for request, place in log:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from busrl.errors import FileCorrupt, WriteFailed
-from busrl.ledger.wal import HEAD, MARK, frames
+from busrl.ledger.wal import HEAD, MARK, frames, later_record
 from busrl.system import files
 
 SEGMENT_BYTES = 64 << 20
@@ -87,6 +87,13 @@ def segment_path(directory: Path, number: int) -> Path:
 def segments(directory: Path) -> list[int]:
     """The numbers of the segments that are there, ascending."""
     return sorted(int(path.stem) for path in directory.glob("*.wal") if path.stem.isdigit())
+
+
+def is_torn(data: bytes, at: int) -> bool:
+    """True if the record at `at` goes on beyond the data: what lies in it is a client's, and no record."""
+    head = data[at : at + FRAME_BYTES]
+    length = struct.unpack("<I", head[len(MARK) : len(MARK) + 4])[0] if len(head) == FRAME_BYTES else 0
+    return (head.startswith(MARK[: len(head)]) and at + FRAME_BYTES + length > len(data)) or len(head) < FRAME_BYTES
 
 
 def strip(directory: Path, number: int, kind: type[Record], bare: Callable[[Record], Record]) -> None:
@@ -173,6 +180,9 @@ class LogWriter:
         if not data.startswith(HEAD):
             raise FileCorrupt(f"{path}: does not begin as a log of this busrl does; restore it, or begin a new run")
         end = max((end for _, end in frames(data)), default=len(HEAD))
+        if not is_torn(data, end) and (later := later_record(data, end)):
+            raise FileCorrupt(f"{path}: the record at byte {end} is damaged, and whole ones follow it at byte {later}; "
+                              "restore the file")
         self.cut_bytes = len(data) - end
         return end
 

@@ -29,6 +29,7 @@ from busrl.service.wire import unpack, unpacked_bytes
 from busrl.topology.schema import Tinker
 
 BODY_BYTES = 64 << 20
+IDLE_BODY_S = 30.0  # between two parts of a body
 BESIDE_BYTES = 1 << 18  # larger bodies are read beside the loop
 MOST_READ_BYTES = 1 << 29  # of larger bodies of a key that are in memory at a time
 READERS = 4  # bodies that are unpacked or read beside the loop at a time: meanwhile each takes several times its size
@@ -43,12 +44,21 @@ Read = TypeVar("Read")
 async def whole_body(request: web.Request) -> bytes:
     """A body as it came. `request.read()` copies a large one twice more, while all clients wait."""
     chunks, size = [], 0
-    while chunk := await request.content.readany():
+    while chunk := request.content.read_nowait(-1) or await _next_chunk(request):
         size += len(chunk)
         if size > BODY_BYTES:
             raise web.HTTPRequestEntityTooLarge(BODY_BYTES, size)
         chunks.append(chunk)
     return b"".join(chunks)
+
+
+async def _next_chunk(request: web.Request) -> bytes:
+    """The next part of a body, b"" at its end. HTTPRequestTimeout for a client that is gone, or sends nothing: what it
+    announced counts meanwhile."""
+    try:
+        return await asyncio.wait_for(request.content.readany(), IDLE_BODY_S)
+    except asyncio.TimeoutError:
+        raise web.HTTPRequestTimeout(reason=f"nothing of the body came for {IDLE_BODY_S:g} s") from None
 
 
 class Refusal(Exception):

@@ -33,7 +33,8 @@ from busrl.service.wire import CompressedRows, SampledSequence, write_sample_res
 from busrl.states import Finish
 from busrl.topology.sizes import PER_TOKEN
 
-AGAIN = ("late", "lost", "cancelled", "malformed")  # ends of a call after which it is asked again
+AGAIN = ("late", "lost", "cancelled")  # ends of a call after which it is asked again
+MALFORMED, TRIES = "malformed", 2  # which a damaged answer is, and each of weights whose numbers are not finite
 HOLD_S = 3600.0
 PLACES = 16  # adapters that an engine has in use at once
 MORE_IDS = 4  # beyond the bytes of a text: so many ids of an answer's end are looked at for it
@@ -140,8 +141,8 @@ class Samples:
 
     def _give_up(self, name: tuple[str, int], why: str) -> None:
         if name in self._desk.under_way:
+            self._log(name, "user", failure(why, "user"))  # first: where that fails, the request goes on
             self._cancel(name)
-            self._log(name, "user", failure(why, "user"))
 
     def _cancel(self, name: tuple[str, int]) -> None:
         if (task := self._tasks.pop(name, None)) is not None:
@@ -202,7 +203,11 @@ class Samples:
         params, ids = asked.sampling_params, ids_of(asked)
         drawn_by = future if params.seed is None else f"seed {params.seed}"
         stream = int.from_bytes(hashlib.blake2b(f"{drawn_by} {index}".encode(), digest_size=8).digest(), "little") >> 1
-        most = min(self._context - len(ids), self._longest)
+        # The look at prompt and answer together is a call of its own, and draws a token: the context has room for it.
+        most = min(self._context - len(ids) - (1 if asked.topk_sample_logprobs else 0), self._longest)
+        if most < 1:
+            raise SampleFault(f"topk_sample_logprobs: a prompt of {len(ids)} tokens leaves no room for it in a context "
+                              f"of {self._context}")
         stop_ids, stop_texts = self._stops(params)
         answer = await self._answered(ModelCall(
             ids, min(params.max_tokens or most, most), stream=stream, temperature=params.temperature,
@@ -279,11 +284,13 @@ class Samples:
             yield Places(first, end, asked.top, wanted)
 
     async def _answered(self, call: ModelCall) -> CallAnswer:
+        malformed = 0
         while True:
             try:
                 return await self._caller.ask(call, self._patience_s)
             except CallUnanswered as problem:
-                if problem.code not in AGAIN:
+                malformed += problem.code == MALFORMED
+                if problem.code not in AGAIN and not 0 < malformed < TRIES:
                     raise
 
     def _text_stop(self, ids: Array, texts: Sequence[str]) -> int:

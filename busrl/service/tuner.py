@@ -58,7 +58,7 @@ class Tuner(Actor):
             self.course = Course(self.paths.metrics, where, warn, topology.log.keep)
             self.driver = Driver(models_of(topology, self.role), where, self.course, warn, limits_of(topology))
             self.driver.follow()
-        if replays := self.driver.replays:
+        if replays := sum(model.replays for model in self.driver.standing.values()):
             log.info("%d requests that were answered are run again", replays)
         pause = self.ring.header(HeaderWord.GENERATION_PAUSE)
         self.ring.set_header(HeaderWord.GENERATION_PAUSE, pause & ~PAUSE_STARTING)
@@ -89,7 +89,7 @@ class Tuner(Actor):
         self.course.close()
 
     def _show(self) -> None:
-        self.course.show(self.driver.standing, self.driver.replays)
+        self.course.show(self.driver.standing)
 
 
 def models_of(topology: Topology, process: str) -> Models[Any]:

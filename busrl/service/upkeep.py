@@ -8,6 +8,7 @@ nothing of models in memory, of HTTP or of turns.
   of each record is enough for the audit and for a start.
 - Snapshots without a name go when their session has ended; above a bound, the one sampled longest ago goes, but never
   the newest of its model, the newest that its samplers move on to, nor one that is being sampled.
+- A snapshot whose name another one has by now goes when no sampler of a session that goes on draws with it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import msgspec
 from busrl.errors import MachineError
 from busrl.service import folders
 from busrl.service.folders import STATES_KEPT, ServiceFolders
-from busrl.service.registry import Registry
+from busrl.service.registry import SAVES, Registry
 from busrl.service.requests import Answer, LogReader, Place, Request, segment_path, segments, strip
 
+KIND = SAVES["save_weights_for_sampler"]
 LARGE = ("forward_backward", "asample")  # operations whose bodies are dropped; a start reads the others
 Name = tuple[str, int]  # model or sampler, and number
 
@@ -51,6 +53,8 @@ class Upkeep:
         self._answers, self._samples = set[int](), set[int]()  # segments with payloads
         self._sample_log, self._sampled = LogReader(where.samples), list[Name]()
         self._snapshots: dict[int, Snapshot] = {}
+        self._named: dict[Path, int] = {}  # by the folder of a client's name
+        self._replaced: dict[int, Name] = {}  # by the request that saved it
         self._count = itertools.count()
         self._used: dict[str, int] = {}  # samplers: the higher, the later they were used
         for number in where.numbers_of_snapshots():
@@ -75,10 +79,22 @@ class Upkeep:
 
     def note_snapshot(self, number: int) -> None:
         path = self._where.snapshot(number)
-        sampler = (folders.about(path) or {}).get("sampler", "")
-        if sampler:
+        described = folders.about(path) or {}
+        if sampler := described.get("sampler", ""):
             self._snapshots[number] = Snapshot(sampler, folders.bytes_of(path))
             self._used[sampler] = next(self._count)
+        elif name := described.get("name"):
+            model = described["by"].rpartition(":")[0]
+            self._note_named(number, self._where.saved_as(model, KIND, name))
+
+    def _note_named(self, number: int, folder: Path) -> None:
+        """Note which snapshot has a name now, and which one had it: a save that was not done yet has none."""
+        now = (folders.about(folder) or {}).get("weights", 0)
+        for other in {number, self._named.get(folder, number)}:
+            if other < now:
+                model, _, seq = (folders.about(self._where.snapshot(other)) or {"by": ":0"})["by"].rpartition(":")
+                self._replaced[other] = model, int(seq)
+        self._named[folder] = now
 
     def _follow_samples(self) -> None:
         """Take over the samples that were answered by the last call: by now their requests were noted."""
@@ -134,6 +150,11 @@ class Upkeep:
             session = self._registry.sessions.get(snapshot.sampler.partition(":")[0])
             if session is not None and session.ended:
                 self._drop_snapshot(number)
+        drawn_with = self._drawn_with() if self._replaced else set()
+        for number, saved_by in list(self._replaced.items()):
+            if saved_by not in drawn_with:
+                shutil.rmtree(self._where.snapshot(number), ignore_errors=True)
+                del self._replaced[number]
         beyond = sum(snapshot.bytes for snapshot in self._snapshots.values()) - self._snapshot_bytes
         for number in self._droppable() if beyond > 0 else ():
             beyond -= self._snapshots[number].bytes
@@ -141,18 +162,24 @@ class Upkeep:
             if beyond <= 0:
                 return
 
+    def _drawn_with(self) -> set[Name]:
+        """The saves that samplers of sessions draw with which go on."""
+        samplers = self._registry.samplers.values()
+        return {(each.model, each.seq) for each in samplers if not self._registry.session_of(each.id).ended}
+
     def _droppable(self) -> list[int]:
         """Snapshots that may go, the one used longest ago first."""
         sampling = {sampler for sampler, _ in self._open}
         newest = {self._line_of(snapshot): number for number, snapshot in sorted(self._snapshots.items())}
-        free = (number for number, snapshot in self._snapshots.items()
-                if newest[self._line_of(snapshot)] != number and snapshot.sampler not in sampling)
+        free = (number for number, snapshot in self._snapshots.items() if snapshot.sampler not in sampling
+                and (newest[self._line_of(snapshot)] != number or not self._line_of(snapshot)[0]))
         return sorted(free, key=lambda number: self._used[self._snapshots[number].sampler])
 
     def _line_of(self, snapshot: Snapshot) -> tuple[str, bool]:
-        """The model, and whether samplers that were made before move on to this snapshot."""
-        sampler = self._registry.samplers[snapshot.sampler]
-        return sampler.model, sampler.inflight
+        """The model, and whether samplers that were made before move on to this snapshot; no model where a power cut
+        took the request that made its sampler."""
+        sampler = self._registry.samplers.get(snapshot.sampler)
+        return (sampler.model, sampler.inflight) if sampler else ("", False)
 
     def _drop_snapshot(self, number: int) -> None:
         shutil.rmtree(self._where.snapshot(number), ignore_errors=True)

@@ -353,13 +353,19 @@ def latest(root: Path, torn: dict[Path, str] | None = None) -> Checkpoint | None
     return None
 
 
-def fault_of(path: Path) -> str | None:
-    """Describe what is wrong with the checkpoint at `path`; None if it is sound."""
+def fault_of(path: Path, inside: str = "") -> str | None:
+    """Describe what is wrong with the checkpoint at `path`; None if it is sound. `inside`: a folder of it, whose files
+    alone are read."""
     try:
-        listed: dict[str, list[int]] = json.loads((path / FILES).read_text())
+        every: dict[str, list[int]] = json.loads((path / FILES).read_text())
+        listed = {name: described for name, described in every.items() if name.startswith(inside)}
+        if inside and not listed:
+            return f"{FILES} lists nothing of {inside}"
         if (fault := fault_in(path, listed)) is not None:
             return fault
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{FILES} cannot be read: {error}"
+    if inside:
+        return None
     needed = (META, RANDOM, f"{FOLDER}/{REST}" if is_sharded(path) else OPTIMIZER)
     return next((f"{name} is not listed" for name in needed if name not in listed), None)

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from busrl.algorithms import trained_parameters
+from busrl.data.pretrained import require_whole
 from busrl.errors import ModelNotLoaded, UserError
 from busrl.paths import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 from busrl.system.imports import uncollected
@@ -41,7 +42,10 @@ def load(
     """The model of that folder in evaluation mode, on the device (the CPU), or ModelNotLoaded with the path and the
     remedy. `attention`: an implementation as transformers names it; empty: the model's own choice."""
     def read(hf: Any, **chosen: str) -> Any:
-        return hf.AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, local_files_only=True, **chosen)
+        model, info = hf.AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=dtype, local_files_only=True, output_loading_info=True, **chosen)
+        require_whole(path, info)
+        return model
 
     model = _made(Path(path), read, attention)
     return model if device is None else model.to(device)
@@ -90,6 +94,8 @@ def _made(folder: Path, make: Callable[..., Any], attention: str) -> Any:
     quiet.disable_progress_bar()  # the learner has a log, no terminal
     try:
         model = make(hf, **({"attn_implementation": attention} if attention else {}))
+    except ModelNotLoaded:
+        raise
     except Exception as error:  # of any type: the library's readers have many
         if attention and ("attention" in str(error).lower() or attention in str(error)):
             raise ModelNotLoaded(

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from service_messages import datum, request
 from busrl.ledger.wal import HEAD
 from busrl.service import desk as desks
 from busrl.service import door as doors
+from busrl.service import figures
 from busrl.service.desk import Desk
 from busrl.service.door import Door
 from busrl.service.folders import ServiceFolders
@@ -759,8 +761,8 @@ def test_a_silent_client_gives_up_the_place_of_all_weights(tmp_path: Path, monke
     async def play(client: Client) -> None:
         first, second = await client.session(), await client.session()
         await client.post("create_model", whole(first))
-        now = time.time()
-        monkeypatch.setattr(time, "time", lambda: now + 101)  # it was heard so long ago
+        later = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + 101)  # it was heard so long ago
+        monkeypatch.setattr(figures, "time", later)
         assert (await client.post("create_model", whole(second)))[0] == 200
 
     served(tmp_path, play, session_s=100.0, weights="full")

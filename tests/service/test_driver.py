@@ -228,7 +228,7 @@ def test_a_new_life_runs_again_without_answering_again(service: Service) -> None
     assert not service.models.calls, "a model is run again when somebody asks for it"
     service.step(4)
     service.driver.follow()
-    assert service.driver.replays == 3
+    assert service.driver.standing["m"].replays == 3
     service.run()
     assert service.answers()[:3] == answers
     assert service.models.values["m"] == 6.0

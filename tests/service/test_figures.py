@@ -144,7 +144,7 @@ def shown(where: ServiceFolders) -> Registry:
         census.answered(Answer(MODEL, seq, b"", "done"))
     census.answered(Answer(SAMPLER, 0, b"", "done", weights=7))
     census.show(registry)
-    course.show({MODEL: Standing(3, False)}, 2)
+    course.show({MODEL: Standing(3, False, 2)})
     return registry
 
 

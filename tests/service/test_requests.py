@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from busrl.errors import FileCorrupt
+from busrl.ledger.wal import HEAD
 from busrl.service.requests import LogReader, LogWriter, Request, segment_path, strip
 
 decode = msgspec.msgpack.Decoder(Request).decode
@@ -131,6 +132,32 @@ def test_damage_before_the_newest_segment_is_refused(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(FileCorrupt, match="is damaged"):
         numbers(LogReader(tmp_path))
+
+
+def test_damage_before_whole_records_of_the_newest_segment_is_refused(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path)
+    places = [writer.write(request(number, 100)) for number in range(3)]
+    writer.close()
+    path = segment_path(tmp_path, 1)
+    before = path.read_bytes()
+    data = bytearray(before)
+    data[places[1].begin + 5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(FileCorrupt, match="is damaged, and whole ones follow it at byte"):
+        LogWriter(tmp_path)
+    assert path.read_bytes() == data, "nothing was cut"
+
+
+def test_a_record_inside_half_a_record_is_a_clients_and_is_cut(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path)
+    writer.write(request(1))
+    inner = segment_path(tmp_path, 1).read_bytes()[len(HEAD):]
+    writer.write(Request("training", "m", 2, body=inner + bytes(100)))
+    writer.close()
+    path = segment_path(tmp_path, 1)
+    os.truncate(path, path.stat().st_size - 50)
+    again = LogWriter(tmp_path)
+    assert again.cut_bytes > 0 and numbers(LogReader(tmp_path)) == [1]
 
 
 def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from service_messages import read_sample_result
 from busrl.data.chat import LightTokenizer
 from busrl.engines.base import Request as EngineRequest
 from busrl.engines.tokens import NO_IDS
+from busrl.errors import CallUnanswered, DiskFull
 from busrl.ring.calls import CallAnswer, CallDetails, ModelCall
 from busrl.service.adapters import Adapter
 from busrl.service.desk import Desk
@@ -281,6 +282,66 @@ def test_samples_of_a_client_that_stays_away_are_given_up(scene: Scene) -> None:
         assert found is not None and b"silent for 300 s" in found.payload()
         assert not list(scene.desk.under_way) and not scene.desk.under_way.aside and not scene.samples.under_way
         assert scene.desk.under_way.of[sampler.owner] == 0
+
+    play(story)
+
+
+def test_weights_whose_numbers_are_not_finite_fail_a_sample_in_words(scene: Scene) -> None:
+    async def story() -> None:
+        async def malformed(call: ModelCall, patience_s: float) -> CallAnswer:
+            scene.calls.asked.append(call)
+            raise CallUnanswered("malformed", "the engine drew from numbers that are not finite")
+
+        scene.calls.ask = malformed  # type: ignore[method-assign]
+        sampler = scene.save()
+        await scene.began(sampler, 0)
+        found = await scene.desk.answer((sampler.id, 0), 60)
+        assert found is not None and found.state == "server" and b"are not finite" in found.payload()
+        assert len(scene.calls.asked) == 2 and not scene.samples.under_way
+
+    play(story)
+
+
+def test_a_cancel_for_which_there_is_no_room_changes_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(answer: Answer) -> None:
+        raise DiskFull("no space left on the device")
+
+    async def story() -> None:
+        scene.calls.held = True
+        sampler = scene.save()
+        await scene.began(sampler, 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(scene.desk, "answered", full)
+            with pytest.raises(DiskFull):
+                scene.samples.stop((sampler.id, 0))
+        scene.calls.held = False
+        found = await scene.desk.answer((sampler.id, 0), 60)
+        assert found is not None and found.state == "done"
+
+    play(story)
+
+
+def test_likeliest_tokens_of_a_sample_have_room_at_the_end_of_the_context(scene: Scene) -> None:
+    async def story() -> None:
+        asked = {"topk_sample_logprobs": 3, "sampling_params": {"seed": 1, "stop": []}}
+        _, sequences, _ = await scene.sample(scene.save(), 0, prompt={"chunks": [{"tokens": [5] * 50}]}, **asked)
+        assert len(sequences[0].tokens) == 13 and len(sequences[0].topk[0]) == 13
+        sampler = scene.save()
+        await scene.began(sampler, 1, prompt={"chunks": [{"tokens": [5] * 63}]}, **asked)
+        found = await scene.desk.answer((sampler.id, 1), 60)
+        assert found is not None and b"leaves no room for it" in found.payload()
+
+    play(story)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40])
+def test_a_temperature_next_to_nothing_draws_the_likeliest_tokens(scene: Scene, temperature: float) -> None:
+    async def story() -> None:
+        sampler = scene.save()
+        _, cold, _ = await scene.sample(sampler, 0, sampling_params={"max_tokens": 6, "seed": 1, "temperature": 0.0})
+        almost = {"max_tokens": 6, "seed": 1, "temperature": temperature}
+        _, colder, _ = await scene.sample(sampler, 1, sampling_params=almost)
+        assert colder[0].tokens == cold[0].tokens
 
     play(story)
 

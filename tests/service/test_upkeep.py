@@ -10,7 +10,8 @@ from test_deaths import outlives, quick_disk  # noqa: F401  (a fixture of every 
 from test_driver import BYTES, Service, stub
 
 from busrl.service.audit import Audited, audit
-from busrl.service.requests import Answer, LogWriter, Request, segment_path, segments
+from busrl.service.operations import write_folder
+from busrl.service.requests import FRAME_BYTES, Answer, LogReader, LogWriter, Request, segment_path, segments
 
 SEGMENT_BYTES = 400
 
@@ -215,3 +216,51 @@ def test_a_tuner_that_dies_while_it_parks_loses_nothing(tmp_path: Path, service:
         assert audited(other).errors == [] and not other.warned, f"killed at chance {at}"
         other.close()
     assert at > 40
+
+
+def finished(service: Service) -> None:
+    service.log.write(Request("finish", "s", about={"reason": "success"}))
+    service.driver.follow()
+    tended(service)
+
+
+def test_a_snapshot_whose_name_another_has_goes_unless_it_is_drawn_with(service: Service) -> None:
+    for seq in range(1, 5):
+        service.ask(seq, "save_weights_for_sampler", path="latest", overwrite=True)
+    service.ask(5, "save_weights_for_sampler", path="latest")  # refused
+    service.run()
+    service.log.write(Request("sampler", "s:sample:0", about={"model": "m", "seq": 2, "path": "tinker://m/..."}))
+    service.driver.follow()
+    tended(service)
+    assert service.said()[-1] == (5, "user") and service.where.numbers_of_snapshots() == [2, 4]
+    service.restart()
+    service.run()
+    tended(service)
+    assert service.where.numbers_of_snapshots() == [2, 4]
+    finished(service)
+    assert service.where.numbers_of_snapshots() == [4]
+
+
+def test_a_snapshot_that_no_answer_names_keeps_the_one_before_it(service: Service) -> None:
+    service.ask(1, "save_weights_for_sampler", path="latest", overwrite=True)
+    service.run()
+    about = {"by": "m:2", "sampler": "", "name": "latest"}
+    write_folder(service.where.snapshot(2), about, lambda folder: None)  # and its tuner died
+    service.restart()
+    service.run()
+    tended(service)
+    assert service.where.numbers_of_snapshots() == [1, 2]
+
+
+def test_a_snapshot_of_a_sampler_that_a_power_cut_took_may_go(service: Service) -> None:
+    for seq in (1, 2):
+        service.ask(seq, "save_weights_for_sampler", sampling_session_seq_id=seq)
+    service.run()
+    *_, (_, newest) = LogReader(service.where.requests).read()
+    service.log.close()
+    os.truncate(segment_path(service.where.requests, newest.segment), newest.begin - FRAME_BYTES)
+    service.log = LogWriter(service.where.requests, SEGMENT_BYTES)
+    service.restart(snapshot_bytes=0)
+    service.run()
+    tended(service)
+    assert service.where.numbers_of_snapshots() == [1]

@@ -28,14 +28,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from busrl import capabilities
-from busrl.data.pretrained import import_classes
+from busrl.data.pretrained import import_classes, require_whole
 from busrl.data.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.engines.base import Engine, Finished, Request, Routes, Statistics, Streams
 from busrl.engines.tokens import NO_IDS, Ids, Tokens, eos_ids_of
 from busrl.engines.torch.decoder import Decoder, choose_decoder
 from busrl.engines.torch.lora import WeightLoader
 from busrl.engines.torch.prefix import Copies, KeptRow, KeptRows
-from busrl.errors import UserError
+from busrl.errors import UserError, cause
 from busrl.states import Finish, shown_uid
 from busrl.system.device import choose as choose_device
 from busrl.topology.kinds import ONE_COPY
@@ -52,6 +52,7 @@ Index = npt.NDArray[np.intp]
 OnUpdate = Literal["keep", "recompute"]
 PADDING = 256  # tokens of padding: another forward pass would cost more
 GATHERED = 1 << 16  # positions of rows that are continued together, which bounds the copies of their keys and values
+COLDEST = 1e-5  # a lower temperature draws the likeliest token: logits that are divided by it are no numbers
 SPAN_STEP = 8  # attended prefixes grow in steps, so that fewer shapes occur
 PREFILL_TOKENS = 2048  # keeps a step with a full prefill within some ten times one without, and still fills a GPU
 DEFAULT_MAX_LENGTH = 4096  # where neither the caller nor the model sets one
@@ -504,10 +505,13 @@ class TorchEngine(Engine):
         """An engine for a model folder; nothing is downloaded. `settings` are those of the constructor."""
         quiet.disable_progress_bar()  # this process has a log, no terminal
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True)
+            read: Any = AutoModelForCausalLM.from_pretrained  # whose types leave out what it returns then
+            model, info = read(str(path), local_files_only=True, output_loading_info=True)
             tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except (OSError, ValueError) as problem:
-            raise UserError(f"{path}: no causal language model and tokenizer ({problem}); see model.path") from problem
+        except Exception as problem:  # of any type: the library's readers have many
+            what = "no causal language model and tokenizer"
+            raise UserError(f"{path}: {what} ({cause(problem)}); see model.path") from problem
+        require_whole(path, info)
         model = model.to(device=device, dtype=getattr(torch, dtype))
         return cls(model, tokenizer, known=token_rows(Path(path)), base=Path(path), **settings)
 
@@ -652,7 +656,7 @@ class TorchEngine(Engine):
     def _make_sampling(self, running: Index) -> Sampling:
         """Settings of the running rows, for as long as no sequence joins or leaves."""
         temperature, top_p = self._seats.temperature[running], self._seats.top_p[running]
-        greedy = temperature <= 0
+        greedy = temperature < COLDEST
         inverse = 1.0 / np.where(greedy, 1.0, temperature)
         return Sampling(
             inverse_temperature=self._to_device(inverse[:, None]) if (inverse != 1.0).any() else None,
