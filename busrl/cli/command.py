@@ -42,13 +42,19 @@ def positive(text: str) -> float:
 
 def _count(text: str) -> int:
     number = positive(text)
-    if number != int(number):
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number")
+    if number != int(number) or number > MOST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 1 to {MOST_COUNT}")
     return int(number)
 
 
 def _temperature(text: str) -> float:
-    return 0.0 if text in ("0", "0.0") else positive(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= HOTTEST:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 (greedy) to {HOTTEST:g}")
+    return number
 
 
 T = TypeVar("T")
@@ -69,7 +75,8 @@ def progress(line: Callable[[T], str], every_s: float) -> Callable[[T], None]:
 
 # Errors of a file that a verb cannot use where it is: they go to the person who named it, without a traceback.
 UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT,
-            errno.ELOOP, errno.ENAMETOOLONG}
+            errno.ELOOP, errno.ENAMETOOLONG, errno.EEXIST, errno.EIO}
+MOST_COUNT, HOTTEST = 1 << 20, 10.0  # values of options
 
 
 EPILOG = """\
@@ -151,6 +158,11 @@ def _ended(arguments: Sequence[str]) -> int:
         if (problem := _lacking(error, verb)) is None:
             raise
         return _print_error(problem)
+    except RecursionError:
+        return _print_error(UserError(f"a file or an option of `busrl {verb}` is nested too deeply to be read; no "
+                                      "table of busrl is nested more than a few times"))
+    except MemoryError as error:
+        return _print_error(MachineError(f"`busrl {verb}` needs more memory than is there ({error}); ask for less"))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `busrl check x | head`, after head has ended
@@ -307,7 +319,7 @@ def _add_init(verbs: Verbs) -> None:
     add("--gpus", type=int, default=8, metavar="N", help="of the case gpus: how many there are (default 8)")
     add("--host", action="append", default=[], metavar="NAME", help="of the case hosts: who generates; may be repeated")
     text = "of the case hosts: where this host's bus listens, as the others see it"
-    add("--endpoint", metavar="ENDPOINT", help=f"{text} (default: tcp://ITS_NAME:5600)")
+    add("--endpoint", metavar="ENDPOINT", help=f"{text} (default: tcp://ITS_ADDRESS:5600)")
 
 
 OVERRIDES = "change one key, e.g. learner.trigger.n_min=16 or process.rollout.count=2; may be repeated"

@@ -13,6 +13,7 @@ import json
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -155,12 +156,17 @@ role = "rollout"        # and here
 """
 
 
+MOST_GPUS = 64
+
+
 def init(options: argparse.Namespace) -> int:
     folder = Path(options.out or options.name)
     code = ("agent.py", opened(AGENT)) if options.name == "agents" else ("reward.py", NUMBER_REWARD)
     if options.name in ("own", "chat"):
         code = "reward.py", TEXT_REWARD
     names = ("train.jsonl", "held-out.jsonl", code[0], f"{options.name}.toml")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder}: it is there, and no folder; give another --out")
     if there := [name for name in names if (folder / name).exists()]:
         raise UserError(f"{folder} holds {', '.join(there)} already: nothing is overwritten; give another --out")
     model = options.model.expanduser().absolute()
@@ -200,6 +206,9 @@ def _require_case(options: argparse.Namespace, model: Path) -> None:
         raise UserError("init hosts needs --host NAME for each host that is to generate, as `busrl keys add` names it")
     if options.name == "gpus" and options.gpus < 2:
         raise UserError(f"--gpus {options.gpus}: init gpus shares 2 or more; for one, or none, take another case")
+    if options.name == "gpus" and options.gpus > MOST_GPUS:
+        raise UserError(f"--gpus {options.gpus}: init gpus shares those of one machine, {MOST_GPUS} at most; for those "
+                        "of other hosts there is `busrl init hosts`")
 
 
 def _topology(options: argparse.Namespace, samples: int) -> str:
@@ -230,9 +239,18 @@ def _case(options: argparse.Namespace, context: int) -> str:
     if options.name == "hosts":
         names = ", ".join(msgspec.json.encode(host).decode() for host in options.host)
         return REWARD + ELSEWHERE.format(
-            endpoint=options.endpoint or f"tcp://{socket.gethostname()}:5600", hosts=names
+            endpoint=options.endpoint or f"tcp://{own_address()}:5600", hosts=names
         )
     return REWARD
+
+
+def own_address() -> str:
+    """The number by which others reach this host: that of the way out of its network; localhost's where there is none.
+    Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way_out, suppress(OSError):
+        way_out.connect(("192.0.2.1", 9))  # an address that nobody has (RFC 5737)
+        return str(way_out.getsockname()[0])
+    return "127.0.0.1"
 
 
 def _lines(data: Path | None, out: Path, ask: str) -> list[str]:

@@ -69,6 +69,8 @@ def quickstart(options: argparse.Namespace) -> int:
 
 def _copy(folder: Path) -> int:
     files = {TOPOLOGY: _topology(), "reward.py": REWARD, "README.md": README}
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: it is there, and no folder; give another one")
     if there := [name for name in files if (folder / name).exists()]:
         raise UserError(f"{folder} holds {', '.join(there)} already: nothing is overwritten; give another folder")
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shlex
+import stat
 import zlib
 from array import array
 from collections import Counter
@@ -287,6 +288,8 @@ def parse_line(line: bytes, place: str, prompt_key: str, answer_key: str = "") -
         return Problem(place, "empty line", "every line must be a JSON object", "delete the line")
     try:
         record = _decoder.decode(line)
+    except RecursionError:
+        return Problem(place, _short(line), "nested too deeply to be read", "leave out what no prompt or reward needs")
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         rule, remedy = _no_json(line) or (f"not JSON ({problem})", "one complete JSON object per line")
         return Problem(place, _short(line), rule, remedy)
@@ -328,12 +331,14 @@ def _no_json(line: bytes) -> tuple[str, str] | None:
 def open_file(path: Path) -> int:
     """A descriptor for reading; a missing or unreadable file is a `DataError`."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # of a pipe that nobody writes to, too
     except OSError as problem:
         raise DataError(f"{path}: cannot be read ({problem.strerror}): give the path of a JSONL file") from None
-    if os.path.isdir(f"/proc/self/fd/{fd}"):
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
         os.close(fd)
-        raise DataError(f"{path}: is a directory: give the path of a JSONL file")
+        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe or a device, which cannot be read again"
+        raise DataError(f"{path}: is {kind}: give the path of a JSONL file")
     return fd
 
 

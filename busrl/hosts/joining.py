@@ -42,6 +42,7 @@ from busrl.launcher.rundir import LOCK_S, OpenRun, locked, make_directories, ope
 from busrl.launcher.supervisor import is_titled
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock
+from busrl.states import HOST_NAME
 from busrl.system import files
 from busrl.topology import Topology
 
@@ -74,6 +75,9 @@ def host(endpoint: str, key_file: Path, name: str, scratch: Path | None, wait_s:
     answer."""
     check_endpoint(endpoint, keys=True)
     name = name or key_file.name.removesuffix(".key_secret")
+    if not HOST_NAME.fullmatch(name):
+        raise UserError(f"--name {name}: expected a name as `busrl keys add` takes it: letters, digits, ., _ and -; "
+                        "give --name, or a file of keys with such a name")
     home = HostSource(endpoint, str(key_file.resolve()), name, "", 0)  # the ring comes with the answer
     setproctitle.setproctitle(f"busrl:host {name}")
     with Signals() as signals:

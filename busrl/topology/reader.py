@@ -178,6 +178,9 @@ def read(path: Path, overrides: Sequence[str]) -> Source:
         data = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise TopologyError([_explained(path, text, error)]) from None
+    except RecursionError:
+        rule, remedy = "a value is nested too deeply to be read", "keys of a topology are nested a few times at most"
+        raise TopologyError([Problem(str(path), "", rule, remedy)]) from None
     return _with(Source(str(path), path.absolute().parent, data, positions(text)), overrides)
 
 
@@ -349,7 +352,7 @@ def parse_value(text: str) -> Any:
     """A value in TOML syntax; text that is none is a string, so that quotes may be left out."""
     try:
         parsed = tomllib.loads(f"value = {text}\n")
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text.strip()
     return parsed["value"] if len(parsed) == 1 else text.strip()
 

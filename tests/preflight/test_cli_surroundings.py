@@ -144,3 +144,38 @@ def test_a_file_that_a_verb_cannot_use_is_one_line(
     assert capsys.readouterr().err == (
         "busrl: /data/table.json: Read-only file system; give a place that `busrl recipes` can use\n"
     )
+
+
+DEEP = 5_000
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["evaluate", "run", "--k", "10000000000000000000000"], "expected a whole number from 1 to"),
+    (["evaluate", "run", "--samples", "99999999"], "expected a whole number from 1 to"),
+    (["evaluate", "run", "--temperature", "1e9"], "expected a number from 0 (greedy) to 10"),
+    (["evaluate", "run", "--temperature", "-1"], "expected a number from 0 (greedy) to 10"),
+    (["quickstart", "--copy", "file"], "it is there, and no folder"),
+    (["init", "own", "--model", "model", "--data", "d.jsonl", "--out", "file"], "it is there, and no folder"),
+    (["init", "gpus", "--model", "model", "--data", "d.jsonl", "--gpus", "999999999"], "64 at most"),
+    (["host", "tcp://127.0.0.1:1", "--keys", "a.key_secret", "--name", "a b"], "expected a name as `busrl keys add`"),
+    (["check", "deep.toml"], "nested too deeply to be read"),
+    (["check", "d.toml", "--set", "data.train=pipe"], "is a pipe or a device"),
+    (["check", "d.toml", "--set", "data.train=/dev/zero"], "is a pipe or a device"),
+    (["check", "d.toml", "--set", "data.train=deep.jsonl"], "nested too deeply to be read"),
+])
+def test_what_no_verb_can_use_is_named_at_once(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    os.mkfifo("pipe")
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    Path("deep.jsonl").write_text(f'{{"prompt": {"[" * DEEP}{"]" * DEEP}}}\n')
+    Path("deep.toml").write_text(f"a = {'[' * DEEP}{']' * DEEP}\n")
+    Path("d.toml").write_text('[model]\npath = "tiny:sort"\n[data]\ntrain = "tiny:sort"\n')
+    try:
+        code = main(words)
+    except SystemExit as ended:  # by the parser of options
+        code = int(ended.code or 0)
+    assert code == 2 and says in capsys.readouterr().err

@@ -46,6 +46,23 @@ QUANTISED = [
 ]
 
 
+def test_fewer_layers_of_weights_than_the_config_asks_for_are_refused(
+    refused: Refused, loaded: Loaded, here: Path
+) -> None:
+    names = ["model.embed_tokens.weight", "lm_head.weight", *(f"model.layers.{n}.mlp.up_proj.weight" for n in (0, 1))]
+    describe(here / "model", model_type="qwen2", num_hidden_layers=4, vocab_size=3, hidden_size=8)
+    store(here / "model", names)
+    (problem,) = refused()
+    assert problem.startswith("model/config.json: 4 layers, and the weights have 2; put the config.json of these")
+    describe(here / "model", num_hidden_layers=1)  # more may be there: layers that predict tokens further on, say
+    loaded()
+
+
+def test_architectures_that_are_no_list_end_no_check(loaded: Loaded, here: Path) -> None:
+    describe(here / "model", architectures=5)
+    loaded()
+
+
 @pytest.mark.parametrize("config", QUANTISED)
 def test_a_quantised_checkpoint_is_refused_by_its_method(refused: Refused, here: Path, config: dict[str, Any]) -> None:
     describe(here / "model", model_type="qwen2", **config)
@@ -208,7 +225,7 @@ def test_an_adapter_goes_on_layers_that_training_can_put_one_on(refused: Refused
 
 def test_a_model_without_linear_layers_gets_no_adapter(refused: Refused, loaded: Loaded, here: Path) -> None:
     pytest.importorskip("peft")
-    store(here / "model", ["transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"])
+    store(here / "model", ["transformer.wte.weight", *(f"transformer.h.{n}.attn.c_attn.weight" for n in (0, 1))])
     describe(here / "model", model_type="gpt2")
     (problem,) = refused("", "lora.rank=8")
     assert "'gpt2' has no linear layer that an adapter could be put on" in problem
@@ -218,7 +235,7 @@ def test_a_model_without_linear_layers_gets_no_adapter(refused: Refused, loaded:
 def test_ranks_and_the_compiler_need_layers_where_most_models_have_them(
     refused: Refused, loaded: Loaded, here: Path
 ) -> None:
-    store(here / "model", ["transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"])
+    store(here / "model", ["transformer.wte.weight", *(f"transformer.h.{n}.attn.c_attn.weight" for n in (0, 1))])
     (problem,) = refused("", "process.learner.ranks=2")
     assert "process.1.ranks = 2: the layers of this model are not where" in problem and "ranks = 1" in problem
     assert any("compile = false" in problem for problem in refused("", "learner.memory.compile=true"))

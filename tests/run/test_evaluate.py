@@ -74,6 +74,24 @@ def test_the_newest_checkpoint_and_its_own_folder_evaluate_the_same(
     assert same["mean"] == newest["mean"] and same["model"] == newest["model"]
 
 
+def test_a_damaged_checkpoint_is_refused_and_an_unfit_model_named(
+    done: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / f"global_step_{STEPS}"
+    shutil.copytree(done.paths.checkpoints / damaged.name, damaged)
+    weights = next((damaged / "model").glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-8:] = bytes(8)
+    weights.write_bytes(data)
+    asked = ["evaluate", str(QUICKSTART), "--checkpoint", str(damaged), "--out", str(tmp_path / "rows.jsonl")]
+    assert main(asked) == 2
+    assert "the checkpoint is damaged" in capsys.readouterr().err
+    config = json.loads((damaged / "model" / "config.json").read_text())
+    (damaged / "model" / "config.json").write_text(json.dumps({**config, "num_attention_heads": 0}))
+    asked[3] = str(damaged / "model")
+    assert main(asked) == 2 and "no causal language model and tokenizer" in capsys.readouterr().err
+
+
 def test_rewards_that_raise_are_counted_shown_and_left_out_of_the_mean(
     done: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,7 +85,7 @@ def test_a_question_file_becomes_a_folder_with_a_short_passing_topology(model: P
         ("chat", [], "system = "),
         ("agents", [], 'function = "agent.py:episode"'),
         ("gpus", ["--gpus", "4"], 'devices = ["0", "1", "2"]'),
-        ("hosts", ["--host", "gpu-0", "--host", "gpu-1", "--endpoint", "tcp://127.0.0.1:5600"], '"gpu-0", "gpu-1"'),
+        ("hosts", ["--host", "gpu-0", "--host", "gpu-1"], '"gpu-0", "gpu-1"'),
     ],
 )
 def test_the_written_case_describes_itself_and_passes_check(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from busrl.data.pretrained import require_whole
 from busrl.errors import ModelNotLoaded
 from busrl.training.model import load, named_weights, vocabulary
 
@@ -38,6 +39,18 @@ def test_published_weights_are_views_of_the_parameters(lab: Any) -> None:
         model.transformer.ln_f.weight.fill_(3.0)
     assert bool((weights["transformer.ln_f.weight"] == 3.0).all())
     assert not weights["transformer.ln_f.weight"].requires_grad
+
+
+def test_a_model_of_more_layers_than_its_weights_is_refused(lab: Any, tmp_path: Path) -> None:
+    lab.model("qwen3").save_pretrained(str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["num_hidden_layers"] += 2
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelNotLoaded, match=r"its files have no weights for model\.layers\.\d+\..* and \d+ more"):
+        load(tmp_path)
+    with pytest.raises(ModelNotLoaded, match="or copy the missing files"):
+        require_whole(tmp_path, {"missing_keys": {"lm_head.weight"}})
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
