@@ -9,14 +9,13 @@ imports vLLM, which takes seconds. docs/weights.md and docs/vllm.md have the tab
 
 from __future__ import annotations
 
-import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from busrl.algorithms import trained_parameters
 from busrl.engines import vllm_versions
 from busrl.engines.vllm_versions import ASCEND, CPU_BLOCK, LORA_RANKS, version_of
-from busrl.preflight.findings import Check, Clash, EntryClash, Finding, clashes, entry_clashes, unlike
+from busrl.preflight.findings import Check, Clash, EntryClash, Finding, clashes, entry_clashes, is_url, unlike
 from busrl.system.device import BACKEND
 from busrl.topology import schema
 from busrl.topology.kinds import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, TRANSPORTS
@@ -248,7 +247,7 @@ def _openai(t: Topology) -> Iterator[Finding]:
             yield Finding(("openai.base_url", "process"), rule, remedy, warning=True, value="[openai]")
         return
     at = f"process.{entries[0][0]}"
-    if not _is_address(url := t.openai.base_url):
+    if not is_url(url := t.openai.base_url):
         rule = "is not the address of an endpoint" if url else "the engine needs an endpoint, and none is named"
         yield Finding(("openai.base_url", f"{at}.engine"), rule, "for example http://127.0.0.1:8000/v1")
     yield from entry_clashes(t, OPENAI, entries[0][0])
@@ -256,14 +255,6 @@ def _openai(t: Topology) -> Iterator[Finding]:
         rule = "two processes would load weights into one server, each without the other's knowledge"
         remedy = "count = 1, with a larger generation.max_batch"
         yield Finding(("openai.update", f"{at}.engine"), rule, remedy, depends=("process",))
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        return False
 
 
 # -- vLLM -----

@@ -10,6 +10,7 @@ looks at nothing but a topology.
 
 from __future__ import annotations
 
+import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -166,3 +167,12 @@ def by_path(keys: tuple[str, ...], path: str, example: str, who: str = "") -> It
     if not FUNCTION.fullmatch(path):
         rule = f"{who} needs a function" if who else "expected a function"
         yield Finding(keys, f"{rule} as package.module:name or file.py:name, got {show(path)}", example)
+
+
+def is_url(text: str) -> bool:
+    """Tell whether this is the address of an endpoint."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False

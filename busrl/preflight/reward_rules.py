@@ -16,7 +16,7 @@ from pathlib import Path
 
 from busrl.data import pretrained
 from busrl.preflight import unfit_models
-from busrl.preflight.findings import Check, Clash, Finding, by_path, clashes
+from busrl.preflight.findings import Check, Clash, Finding, by_path, clashes, is_url
 from busrl.preflight.process_rules import PLAYS
 from busrl.topology.declare import items
 from busrl.topology.reader import show
@@ -101,6 +101,8 @@ def _keys(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
     if part.verdict and _groups(part.verdict) == 0:
         rule = "it has no group: group 1 is the number, yes or no"
         yield Finding((f"{at}.verdict",), rule, r"for example 'Score: *([0-9.]+)'")
+    if part.base_url and not is_url(part.base_url):
+        yield Finding((f"{at}.base_url",), "is not the address of an endpoint", "for example http://127.0.0.1:8000/v1")
     if part.template and "{completion}" not in part.template:
         yield Finding((f"{at}.template",), "the judge would not see the answer", "write {completion} where it belongs")
     if part.kind == "code" and part.timeout_s < part.total_s + BOX_S:

@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Iterator
 
 from busrl.algorithms import catalog
-from busrl.preflight.findings import Check, Clash, Finding, clashes
+from busrl.preflight.findings import Check, Clash, Finding, clashes, is_url
 from busrl.topology.schema import ATROPOS, Topology
 
 ROWS, TOP = "learner.teacher", "learner.teacher_top"
@@ -44,6 +44,8 @@ TABLE = (
           'there is no teacher to learn from; add a [[learner.teacher]], or teacher_top = "teacher"'),
     Clash((TOP, ROWS), lambda t: t.learner.teacher_top == "student" and _posted(t),
           'what is posted has tokens of the teacher\'s choice; teacher_top = "teacher"'),
+    Clash((ROWS,), lambda t: any(row.base_url and not is_url(row.base_url) for row in t.learner.teacher),
+          "a base_url is not the address of an endpoint; for example http://127.0.0.1:8000/v1"),
     Clash((ROWS, "process"), lambda t: _posted(t) and not _plays(t),
           'nothing posts it; add a [[process]] with role = "atropos", or name a path or base_url'),
     Clash((ROWS, "process"), lambda t: _tagged(t) and _plays(t),

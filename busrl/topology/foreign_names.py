@@ -32,8 +32,11 @@ KEYS = {
     "learner.lr": "learning_rate actor_learning_rate lrate step_size",
     "learner.trigger.n_min": "batch_size train_batch_size per_device_train_batch_size rollout_batch_size "
                              "global_batch_size prompts_per_step num_prompts_per_step",
-    "learner.updates_per_batch": "mini_batch_size ppo_mini_batch_size num_iterations mu num_mini_batches",
-    "learner.passes_per_batch": "ppo_epochs num_ppo_epochs",
+    "learner.updates_per_batch": "mini_batch_size ppo_mini_batch_size num_mini_batches",
+    "learner.passes_per_batch": "ppo_epochs num_ppo_epochs num_iterations mu",
+    "learner.dual_clip": "delta clip_ratio_c",
+    "learner.correction": "rollout_is vllm_importance_sampling_correction importance_sampling_correction tis",
+    "learner.correction_high": "vllm_importance_sampling_cap rollout_is_threshold tis_imp_ratio_cap",
     "learner.value.decay": "lam gae_lambda lambd",
     "learner.value.gamma": "gamma discount",
     "learner.value.coef": "vf_coef value_coef",

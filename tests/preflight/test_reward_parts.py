@@ -61,6 +61,7 @@ def test_every_key_of_a_part_is_read_by_some_kind() -> None:
         (part("numeric", "weight = 0"), r"t.toml:14: .*every part has weight 0"),
         (part("numeric", "weight = inf"), r"t.toml:14: reward.part.0.weight = inf: expected a number"),
         (part("judge"), r"t.toml:13: reward.part.0.base_url.*for example base_url"),
+        (part("judge", 'base_url = "junk"'), r"t.toml:14: .*is not the address of an endpoint; for example http://"),
         (part("judge", 'base_url = "http://h/v1"', 'verdict = "yes"'), r"t.toml:15: .*it has no group"),
         (part("judge", 'base_url = "http://h/v1"', 'template = "{prompt}"'), r"t.toml:15: .*would not see the answer"),
         (part("judge", 'base_url = "http://h/v1"', 'api_key_env = "BUSRL_S_NONE"'), r"t.toml:15: .*\$BUSRL_S_NONE"),

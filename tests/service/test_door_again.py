@@ -103,19 +103,11 @@ def test_nothing_new_is_taken_for_a_session_that_has_ended(tmp_path: Path) -> No
 
 
 def test_clients_that_vanish_while_they_send_hold_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def announced(client: Client, size: int) -> asyncio.StreamWriter:
-        _, writer = await asyncio.open_connection(client._server.host, client._server.port)
-        lines = (b"POST /api/v1/forward_backward HTTP/1.1", b"Host: here", b"X-API-Key: tml-right",
-                 b"Content-Length: %d" % size, b"", b"ab")
-        writer.write(b"\r\n".join(lines))
-        await writer.drain()
-        return writer
-
     async def play(client: Client) -> None:
         model, count = await client.model(), 40_000
         inputs = {"target_tokens": np.ones(count, np.int64), "weights": np.ones(count, np.float32)}
         large = request(datum(np.ones(count), **inputs), model=model, seq=1, loss="cross_entropy")
-        gone = [await announced(client, size) for size in (*[BODY_BYTES] * 9, 10**14)]
+        gone = [await client.announced(size) for size in (*[BODY_BYTES] * 9, 10**14)]
         while (status := (await client.post("forward_backward", large))[0]) == 429:
             await asyncio.sleep(0.05)
         assert status == 200

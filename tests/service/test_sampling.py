@@ -321,7 +321,7 @@ def test_a_cancel_for_which_there_is_no_room_changes_nothing(scene: Scene, monke
     play(story)
 
 
-def test_likeliest_tokens_of_a_sample_have_room_at_the_end_of_the_context(scene: Scene) -> None:
+def test_likeliest_tokens_of_a_sample_have_room_at_the_context_s_end(scene: Scene) -> None:
     async def story() -> None:
         asked = {"topk_sample_logprobs": 3, "sampling_params": {"seed": 1, "stop": []}}
         _, sequences, _ = await scene.sample(scene.save(), 0, prompt={"chunks": [{"tokens": [5] * 50}]}, **asked)

@@ -106,7 +106,7 @@ def test_a_load_without_room_for_its_state_fails_and_changes_nothing(
 
 
 def test_a_done_request_that_kills_when_run_again_costs_its_model(service: Service) -> None:  # noqa: F811
-    def killed(*_: object) -> None:
+    def killed(seconds: float) -> None:
         raise KeyboardInterrupt
 
     service.train(1, 5.0)
@@ -116,7 +116,7 @@ def test_a_done_request_that_kills_when_run_again_costs_its_model(service: Servi
     service.train(5, 1.0)
     for _ in range(2):
         service.restart()
-        service.models._compute = killed  # type: ignore[method-assign,assignment]
+        service.models.worked = killed
         with pytest.raises(KeyboardInterrupt):
             service.run()
     service.restart()
