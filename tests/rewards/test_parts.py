@@ -31,7 +31,9 @@ async def slow(record, completion, token_ids):
     if completion == "hang": await asyncio.sleep(600)
     if completion == "block": time.sleep(600)
     if completion == "raise": raise ValueError("no such luck")
-    if completion == "die": os._exit(3)
+    if completion == "die":
+        with open(f"{__file__}.deaths", "a") as deaths: deaths.write("x")
+        os._exit(3)
     await asyncio.sleep(0.05)
     running -= 1
     return float(most)
@@ -142,11 +144,12 @@ def test_a_coroutine_that_fails_costs_its_own_sample(make: MakePool) -> None:
     assert pool.restarts == 0
 
 
-def test_a_coroutine_that_kills_its_process_is_found_among_others(make: MakePool) -> None:
+def test_a_coroutine_that_kills_its_process_is_found_among_others(make: MakePool, tmp_path: Path) -> None:
     pool = make(python("slow", "slow"))
     outcomes = judged(pool, "a", "b", "die", "c", "d")
     assert [outcome.error for outcome in outcomes] == ["", "", "raised", "", ""]
     assert "died on this sample twice" in outcomes[2].text
+    assert (tmp_path / "own.py.deaths").read_text() == "xx", "once with others, and once alone"
 
 
 @pytest.mark.parametrize(
