@@ -108,16 +108,15 @@ broker = threading.Thread(
 broker.start()
 assert is_ready.wait(30), "the broker is not ready"
 progress = Progress(RunState(), [], 0.0)
-with (
-    Endpoint("launch", *ends, subscribe=[topic(kind) for kind in SUBSCRIBED]) as launch, Endpoint("w", *ends) as worker,
-):
-    for endpoint in (launch, worker):
-        endpoint.ready(30)
-    worker.send(m.Paused(reason="disk"))
-    worker.send(m.Error(severity="warning", where="w", text="the last one"))
-    while not isinstance(message := launch.recv(30), m.Error):
-        assert message is not None, "launch got nothing"
-        progress.handle(message, 0.0)
+with Endpoint("launch", *ends, subscribe=[topic(kind) for kind in SUBSCRIBED]) as launch:
+    launch.ready(30)  # first: a sender that connects after it knows of all that it subscribes to
+    with Endpoint("w", *ends) as worker:
+        worker.ready(30)
+        worker.send(m.Paused(reason="disk"))
+        worker.send(m.Error(severity="warning", where="w", text="the last one"))
+        while not isinstance(message := launch.recv(30), m.Error):
+            assert message is not None, "launch got nothing"
+            progress.handle(message, 0.0)
 print(progress.run.waiting)
 stop.set()
 broker.join(30)
