@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import re
 import types
@@ -254,12 +255,15 @@ def _typed(kind: type, value: Any, noun: str) -> Any:
     return value
 
 
+MEANT = {"gpu": "cuda"}  # what is nearer by letters to another word
+
+
 def _text(rule: Rule, value: Any) -> str:
     text: str = _typed(str, value, rule.text() or "a string")
     by_path = rule.function and FUNCTION.fullmatch(text)
     if rule.choices and text not in rule.choices and not by_path:
         near = [choice for choice in rule.choices if letters(choice) == letters(text)]
-        near = near if rule.methods else difflib.get_close_matches(text, rule.choices, n=1)
+        near = near if rule.methods else difflib.get_close_matches(MEANT.get(text, text), rule.choices, n=1)
         raise Wrong(f"expected {rule.text()}", f'did you mean "{near[0]}"?' if near else "")
     if "\0" in text or (rule.required and not text):
         raise Wrong("expected a string that is not empty")
@@ -274,7 +278,8 @@ def _pair(rule: Rule, value: Any) -> tuple[float, float]:
 
 def _strings(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise Wrong("expected a list of strings", 'for example ["node", "reward.mjs"]')
+        example = json.dumps(value) if isinstance(value, str) else '"text"'
+        raise Wrong("expected a list of strings", f"for example [{example}]")
     return tuple(value)
 
 

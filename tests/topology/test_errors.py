@@ -46,7 +46,8 @@ CASES = [
     ('[ring]\nslots = "aut"', 'ring.slots = "aut": expected a whole number >= 1 and <= 1048576 or "auto"', 2),
     ("[learner]\ntrigger = 3", "learner.trigger = 3: is a table, not a value; write [learner.trigger]", 2),
     ("[[process]]\nrole = 'rollot'", 'process.3.role = "rollot": expected one of "learner"', 2),
-    ("[[process]]\nrole = 'reward'\ncommand = 'node x'", "expected a list of strings; for example", 3),
+    ("[[process]]\nrole = 'reward'\ncommand = 'node x'", "expected a list of strings; for example [\"node x\"]", 3),
+    ("[[process]]\nrole = 'rollout'\ndevice = 'gpu'", 'did you mean "cuda"?', 3),
     ("[[process]]\nrole = 'reward'\nenv = { A = 1 }", "expected a table of strings; for example", 3),
     ("[[process]]\ncount = 2", "process.3.role is missing; add role = ... to [[process]]: what the process does", 1),
 ]
