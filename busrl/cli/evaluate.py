@@ -379,7 +379,9 @@ def _of_run(
     folders = {step_of(path): path for path in reversed(checkpoints_of(paths.checkpoints))}
     wanted = int(checkpoint) if checkpoint else max(folders, default=0)
     if wanted not in (*folders, 0):
-        steps = f"it has those of steps {', '.join(map(str, [0, *folders]))} (0 is the model that it began with)"
+        exports = option == "--step"  # and the model that a run began with is a folder already
+        there = ", ".join(map(str, folders if exports else [0, *folders])) or "none so far"
+        steps = f"it has those of steps {there}{'' if exports else ' (0 is the model that it began with)'}"
         raise UserError(f"{option} {checkpoint}: {paths.checkpoints} has no such step; {steps}")
     return (wanted, str(folders[wanted])) if wanted else (0, topology.model.path)
 

@@ -29,7 +29,7 @@ import setproctitle
 import busrl
 from busrl.bus.addresses import check_endpoint, prepare, relay_endpoint
 from busrl.cli.command import positive
-from busrl.errors import PeerLost, UserError
+from busrl.errors import PeerLost, PeerTimeout, UserError
 from busrl.hosts import questions as q
 from busrl.hosts.link import Asking
 from busrl.hosts.membership import HostSource, Invitation
@@ -133,7 +133,10 @@ def _join(source: HostSource, wait_s: float, signals: Signals) -> q.Welcome:
                         "made for the run's key directory (bus.keys)"
                     ) from None
                 if time.monotonic() > end or signals.count:
-                    raise
+                    raise PeerTimeout(
+                        f"{source.endpoint} did not answer for {wait_s:g} s, at {relay_endpoint(source.endpoint)}: see "
+                        f"that the run is there (`busrl status`), that this host can reach the port, and that "
+                        f"{source.name}'s key is listed (`busrl keys list` on the run's host)") from None
                 continue
             if isinstance(reply, q.Welcome):
                 return reply
