@@ -59,11 +59,11 @@ def launch(options: argparse.Namespace) -> int:
         return 0
     run_dir = options.run_dir or (Path(options.resume) if options.resume not in ("auto", "never") else None)
     topology = _as_set_in_flight(load(options.topology, options.overrides, run_dir), options, run_dir)
+    directory = directory_of(topology, options.run_dir, options.resume)
     if options.dry_run:
         print(escaped(opened(explain.dry_run(topology))), end="")
         return 0
     pythons.require_runnable(topology)
-    directory = directory_of(topology, options.run_dir, options.resume)
     topology = materialise(topology)
     if not RunPaths.of(directory).ring_file.exists():  # an adopted ring has its memory already
         explain.require_memory(topology)
