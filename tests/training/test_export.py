@@ -89,7 +89,7 @@ def test_what_cannot_be_exported_is_refused_with_the_remedy(
         assert not out.exists() and not list(tmp_path.glob(".out*"))
         return capsys.readouterr().err
 
-    assert "--step 7" in (text := refused("--step", "7", "--out", str(out))) and "of steps 0, 1, 2" in text
+    assert "--step 7" in (text := refused("--step", "7", "--out", str(out))) and "of steps 1, 2" in text
     assert "is there, and nothing is overwritten" in refused("--out", str(run))
     assert "is no folder that can be written" in refused("--out", str(tmp_path / "none" / "out"))
     weights = run / "checkpoints" / "global_step_2" / "model" / "model.safetensors"
