@@ -1,4 +1,4 @@
-"""What clients are told whose door died, who ask again for something else, vanish, or ended their session."""
+"""A door towards clients whose service died, that ask again for something else, vanish, or ended their session."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_no_variable_takes_the_name_of_a_function_that_is_called(name: str) -> N
 
 
 def chosen(function: ast.expr) -> Iterator[ast.expr]:
-    """What a call may call: both branches of a choice."""
+    """The expressions that a call may stand for: both branches of a choice."""
     yield from chain(chosen(function.body), chosen(function.orelse)) if isinstance(function, ast.IfExp) else (function,)
 
 
