@@ -89,7 +89,8 @@ class Upkeep:
 
     def _note_named(self, number: int, folder: Path) -> None:
         """Note which snapshot has a name now, and which one had it: a save that was not done yet has none."""
-        now = (folders.about(folder) or {}).get("weights", 0)
+        if not (now := (folders.about(folder) or {}).get("weights", 0)):
+            return
         for other in {number, self._named.get(folder, number)}:
             if other < now:
                 model, _, seq = (folders.about(self._where.snapshot(other)) or {"by": ":0"})["by"].rpartition(":")
