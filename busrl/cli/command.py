@@ -75,7 +75,7 @@ def progress(line: Callable[[T], str], every_s: float) -> Callable[[T], None]:
 
 # Errors of a file that a verb cannot use where it is: they go to the person who named it, without a traceback.
 UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT,
-            errno.ELOOP, errno.ENAMETOOLONG, errno.EEXIST, errno.EIO}
+            errno.ELOOP, errno.ENAMETOOLONG, errno.EIO}
 MOST_COUNT, HOTTEST = 1 << 20, 10.0  # values of options
 
 
@@ -158,9 +158,6 @@ def _ended(arguments: Sequence[str]) -> int:
         if (problem := _lacking(error, verb)) is None:
             raise
         return _print_error(problem)
-    except RecursionError:
-        return _print_error(UserError(f"a file or an option of `busrl {verb}` is nested too deeply to be read; no "
-                                      "table of busrl is nested more than a few times"))
     except MemoryError as error:
         return _print_error(MachineError(f"`busrl {verb}` needs more memory than is there ({error}); ask for less"))
     except KeyboardInterrupt:

@@ -252,7 +252,7 @@ def _keys_of(line: bytes) -> tuple[str, ...]:
     """The keys of a line's object; none if the line is no object."""
     try:
         record = _decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ()
     return tuple(sorted(record)) if isinstance(record, dict) else ()
 
@@ -401,6 +401,8 @@ def _other_kind(head: bytes, path: Path) -> tuple[str, str] | None:
 def _is_json(line: bytes) -> bool:
     try:
         _decoder.decode(line)
+    except RecursionError:  # nested too deeply: `parse_line` says so
+        return True
     except (msgspec.DecodeError, UnicodeDecodeError):
         return False
     return True

@@ -272,7 +272,8 @@ class ModelRoutes:
                 check(asked.data, asked.loss_fn, asked.config, self._at.settings.context, self._at.base.vocabulary)
             except UserFault as problem:
                 wrong = refused(name, op, meaning, problem)
-                wrong.about |= {"forward_only": True} if asked.forward_only else {}
+                if asked.forward_only:
+                    wrong.about["forward_only"] = True
                 return wrong
             return Request("training", *name, op, meaning, raw, tokens=asked.tokens)
         body: Any = read_body(bodies.BODIES[op], raw)

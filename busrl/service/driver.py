@@ -448,7 +448,8 @@ class Driver:
         """Execute a request, or a part of it; None if there is more of it."""
         if line.lost:
             return failure("server", line.lost)
-        if earlier is not None and earlier.state in ("server", "user" if request.op in BY_FOLDERS else ""):
+        fails_again = ("server", "user") if request.op in BY_FOLDERS else ("server",)
+        if earlier is not None and earlier.state in fails_again:
             return self._operations.not_run(line.model, line.at, request, "failed before", earlier.state)
         if not self._suspects.begin(request):
             why = "killed the process that trains, twice"

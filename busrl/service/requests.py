@@ -91,9 +91,11 @@ def segments(directory: Path) -> list[int]:
 
 def is_torn(data: bytes, at: int) -> bool:
     """True if the record at `at` goes on beyond the data: what lies in it is a client's, and no record."""
-    head = data[at : at + FRAME_BYTES]
-    length = struct.unpack("<I", head[len(MARK) : len(MARK) + 4])[0] if len(head) == FRAME_BYTES else 0
-    return (head.startswith(MARK[: len(head)]) and at + FRAME_BYTES + length > len(data)) or len(head) < FRAME_BYTES
+    begin = at + FRAME_BYTES
+    if begin > len(data):
+        return True
+    (length,) = struct.unpack_from("<I", data, at + len(MARK))
+    return data.startswith(MARK, at) and begin + int(length) > len(data)
 
 
 def strip(directory: Path, number: int, kind: type[Record], bare: Callable[[Record], Record]) -> None:

@@ -92,8 +92,8 @@ class Upkeep:
         if not (now := (folders.about(folder) or {}).get("weights", 0)):
             return
         for other in {number, self._named.get(folder, number)}:
-            if other < now:
-                model, _, seq = (folders.about(self._where.snapshot(other)) or {"by": ":0"})["by"].rpartition(":")
+            if other < now and (described := folders.about(self._where.snapshot(other))):
+                model, _, seq = described["by"].rpartition(":")
                 self._replaced[other] = model, int(seq)
         self._named[folder] = now
 
@@ -116,6 +116,7 @@ class Upkeep:
         """Drop what is due. A disk without room for what is left of a segment keeps it whole."""
         self._follow_samples()
         self._drop_snapshots()
+        self._drop_replaced()
         try:
             self._strip_requests()
             self._strip_answers(self._where.answers, self._answers)
@@ -151,11 +152,6 @@ class Upkeep:
             session = self._registry.sessions.get(snapshot.sampler.partition(":")[0])
             if session is not None and session.ended:
                 self._drop_snapshot(number)
-        drawn_with = self._drawn_with() if self._replaced else set()
-        for number, saved_by in list(self._replaced.items()):
-            if saved_by not in drawn_with:
-                shutil.rmtree(self._where.snapshot(number), ignore_errors=True)
-                del self._replaced[number]
         beyond = sum(snapshot.bytes for snapshot in self._snapshots.values()) - self._snapshot_bytes
         for number in self._droppable() if beyond > 0 else ():
             beyond -= self._snapshots[number].bytes
@@ -163,10 +159,14 @@ class Upkeep:
             if beyond <= 0:
                 return
 
-    def _drawn_with(self) -> set[Name]:
-        """The saves that samplers of sessions draw with which go on."""
-        samplers = self._registry.samplers.values()
-        return {(each.model, each.seq) for each in samplers if not self._registry.session_of(each.id).ended}
+    def _drop_replaced(self) -> None:
+        """Drop snapshots without their name that no sampler of a session that goes on draws with."""
+        samplers = self._registry.samplers.values() if self._replaced else ()
+        used = {(each.model, each.seq) for each in samplers if not self._registry.session_of(each.id).ended}
+        for number, saved_by in list(self._replaced.items()):
+            if saved_by not in used:
+                shutil.rmtree(self._where.snapshot(number), ignore_errors=True)
+                del self._replaced[number]
 
     def _droppable(self) -> list[int]:
         """Snapshots that may go, the one used longest ago first."""

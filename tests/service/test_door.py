@@ -105,12 +105,12 @@ class Client:
         writer.close()
         return status
 
-    async def announced(self, size: int) -> asyncio.StreamWriter:
+    async def announced(self, size: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A body of that size, of which two bytes come."""
-        _, writer = await asyncio.open_connection(self._server.host, self._server.port)
+        reader, writer = await asyncio.open_connection(self._server.host, self._server.port)
         head = b"Host: here", b"X-API-Key: tml-right", b"Content-Length: %d" % size, b"", b"ab"
         writer.write(b"\r\n".join((b"POST /api/v1/forward_backward HTTP/1.1", *head)))
-        return writer
+        return reader, writer
 
     async def redirected(self, path: str) -> tuple[int, str]:
         """Status and address of a redirection."""
